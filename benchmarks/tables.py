@@ -394,7 +394,7 @@ def baselines() -> str:
     rows = [[f"`{name}`", str(len(c["runs"])), *(
         _interval(c["metrics"][m]) for m in ("ndcg@10", "recall@10")), _less(c, other)]
         for name, c in _by_test(cases)]
-    return table(["model", "seeds", "nDCG@10", "recall@10", "nDCG@10 less SASRec's, %"], rows)
+    return table(["model", "seeds", "nDCG@10", "recall@10", "nDCG@10 minus SASRec's, %"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -1,7 +1,7 @@
-"""Pages of the site that are made, as hooks of MkDocs: references from the code, and copies of
-pages that lie outside of ``docs/``.
+"""Hooks of MkDocs that add pages to the site: references generated from the code, and copies of
+pages outside ``docs/``.
 
-Each function of `GENERATED` gives the Markdown of one page. Links between pages are written as
+Each function in `GENERATED` returns the Markdown of one page. Links between pages are written as
 paths in the repository, so that they work there as well; `rewritten` turns them into paths of the
 site.
 """
@@ -66,7 +66,8 @@ API: dict[str, tuple[str, ...]] = {
 
 
 def api() -> str:
-    """The public Python interface, for mkdocstrings to fill in."""
+    """The page of the public Python interface, whose entries mkdocstrings fills in. Raises
+    RuntimeError if a name of `oper.__all__` is not in `API`."""
     import oper
 
     listed = [name for names in API.values() for name in names]
@@ -86,7 +87,7 @@ def api() -> str:
 
 
 def cli() -> str:
-    """Every command with its arguments, from its parser."""
+    """The page of all commands with their arguments, from their parsers."""
     from oper.cli import COMMANDS, build_parser
 
     lines = ["# Command line", "",
@@ -143,7 +144,7 @@ def _cell(text: str) -> str:
 
 
 def environment() -> str:
-    """The variables that OPER reads."""
+    """The page of the environment variables that OPER reads."""
     from oper.support.environment import BUILD, VARIABLES
 
     lines = ["# Environment variables", "",
@@ -157,7 +158,7 @@ def environment() -> str:
 
 
 def configuration() -> str:
-    """The keys of a training configuration, from its dataclasses."""
+    """The page of the keys of a training configuration, from its dataclasses."""
     from oper.rl_rec.registry import WORKLOADS
     from oper.train.config import DLRMConfig, TrainConfig
 
@@ -220,7 +221,7 @@ def _code(text: str) -> str:
 
 
 def metrics() -> str:
-    """What a server's ``/metrics`` has."""
+    """The page of the metrics in a server's ``/metrics``."""
     from oper.serve.metrics import SUPERVISOR, WORKERS
 
     lines = ["# Server metrics", "",

@@ -47,7 +47,7 @@ class Publication(Publisher):
         name, dense, keep_spare, checksum: see `Publisher`.
         plan: placement and element types of the published rows.
         keys: ``state_dict`` key of each table, by table name.
-        held: the model's tables before a change of element type, by table name.
+        held: the tables by name, with the model's own element types.
 
     Attributes:
         name: the name by which workers attach.
@@ -101,9 +101,10 @@ class Publication(Publisher):
             rows: by table name, distinct ids int64 [n] and their new rows, floats [n, dim].
             dense: new dense weights by ``state_dict`` key, with any common prefix; all or none.
             timeout_s: seconds to wait for workers' calls that are under way.
-            elements: single elements of dense weights of integers that change, by key, such as
-                those of a map from keys to rows: places int64 [n] in the weight, viewed as a vector
-                of the values' dtype, and values [n]. `dense` need not have the weights named here.
+            elements: single elements of dense integer weights to change, for example of a map from
+                keys to rows. By ``state_dict`` key, pairs of indices, int64 [n], and new values,
+                [n]; an index counts values of that dtype from the weight's first byte. A weight
+                named here may be missing from `dense`.
 
         Returns:
             The new epoch, two above the last one.
@@ -197,8 +198,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     elif stats is None or row_dtype is not None or plan is not None:
         raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
                                 (stats, row_dtype, plan),
-                                "with error_budget: stats, but neither row_dtype nor plan",
-                                "pass stats alone, or leave error_budget out")
+                                "stats, None, None: error_budget replaces the others",
+                                "pass only stats with error_budget, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)

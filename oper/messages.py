@@ -37,7 +37,7 @@ from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8, 4)
 _CODED_ROW_BYTES = 8  # step and least number
-_LEAST_CODED = 3  # columns; narrower rows take fewer bytes as float32 than as codes
+_LEAST_CODED = 3  # fewest columns sent as codes; narrower rows take fewer bytes as float32
 
 
 def number_bytes(bits: int, width: int) -> int:
@@ -136,8 +136,8 @@ class MessageBits:
         return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
 
     def check_for(self, tables: Iterable[TableSpec]) -> None:
-        """Raise InvalidInputError if the bits name a table other than `tables`, or are not in
-        `bits_of` the number of a table's columns."""
+        """Raise InvalidInputError if the bits name a table that is not one of `tables`, or if a
+        table of D columns has bits that are not in ``bits_of(D)``."""
         dims = {t.name: t.dim for t in tables}
         unknown = [name for name, *_ in self.tables if name not in dims]
         require("invalid bits of messages", "name tables of the model",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oper.errors import InvalidInputError
-from oper.integration.ahead import are_same
+from oper.integration.prefetch import are_same
 from oper.integration.splitting import detached, features_in, joined, split_batch
 from oper.sharding import micro_batches, tables_of
 from oper.shmem.micro_batches import why_not_in_parts

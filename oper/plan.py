@@ -55,8 +55,9 @@ class Tier:
         start, stop: first position, and the last one + 1.
         placement: ``"replicated"``, ``"striped"`` or ``"owned"``.
         ranks: the ranks that store the rows; a stripe assigns rows to them in this order.
-        weights: rows per rank in one round of a stripe; empty = one each. Rows n = 0..w-1 of a rank
-            of weight w are ordered among all ranks by n / w, ties in the order of `ranks`.
+        weights: rows per rank in one round of a stripe; empty = one each. Within a round, the
+            n-th row (n = 0..w-1) of a rank with weight w is sorted by n / w among the rows of all
+            ranks; ties are in the order of `ranks`.
         mode: ``"pull"`` (the reader fetches rows) or ``"push"`` (the owner sends sums of rows).
         memory: ``"device"``, or ``"host"`` for the slower memory of the owner's host.
         dtype: element type of the rows; empty = the table's. A quantised, read-only table may store
@@ -209,7 +210,7 @@ class Plan:
         for entry in self.tables:
             if entry.table.name == name:
                 return entry
-        raise PlanError("the plan does not know a table", "table", name,
+        raise PlanError("the plan lacks a table", "table", name,
                         f"one of {[t.table.name for t in self.tables][:8]}",
                         "make a plan for this model")
 
@@ -220,8 +221,8 @@ class Plan:
         the plan has a modelled time, which depends on their state, and the tables are trained.
         """
         if self.world_size != world_size:
-            raise PlanError("the plan is for another world", "plan.world_size", self.world_size,
-                            f"{world_size}", "make a plan for this number of ranks")
+            raise PlanError("the plan is for another number of ranks", "plan.world_size",
+                            self.world_size, f"{world_size}", "make a plan for this number")
         planned, names = {t.table.name: t.table for t in self.tables}, {t.name for t in tables}
         if set(planned) != names:
             raise PlanError("the plan is for other tables", "tables",
@@ -320,8 +321,8 @@ class Plan:
 
 
 def check_synchronization(what: str, count: int, every: int, delay: Any, bits: Any) -> None:
-    """Raise InvalidInputError, which begins with `what`, unless `delay` and `bits` are allowed for
-    `count` replica groups that are synchronized after `every` updates, see `oper.shard`."""
+    """Raise InvalidInputError, with a message that begins with `what`, unless `delay` and `bits`
+    are allowed for `count` replica groups synchronized after `every` updates; see `oper.shard`."""
     most = every if every > 1 else 0  # with 1, gradients are added up before the update
     allowed = SYNCHRONIZE_BITS if count > 1 else (32,)
     require(what, "pass other numbers, or leave them out", (
@@ -541,8 +542,8 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
         load[owner[t.name]] += t.num_bytes
     entries = []
     for k, t in enumerate(tables):
-        turned = tuple((r + k) % world_size for r in range(world_size))
-        ranks = (owner[t.name],) if placement == "owned" else turned
+        rotated = tuple((r + k) % world_size for r in range(world_size))
+        ranks = (owner[t.name],) if placement == "owned" else rotated
         tier = Tier(0, t.num_rows, placement, ranks)
         entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
     return Plan(world_size, tuple(entries), **plan_fields)

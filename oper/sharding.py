@@ -161,7 +161,7 @@ def shard(
         replica_groups = 1 if plan is None else plan.replica_groups
     if synchronize_every is None:
         synchronize_every = 1 if plan is None or replica_groups == 1 else plan.synchronize_every
-    if synchronize_delay is None:  # the plan's is for the plan's interval
+    if synchronize_delay is None:  # the plan's delay is valid for the plan's interval only
         synchronize_delay = 0 if plan is None or synchronize_every != plan.synchronize_every else (
             plan.synchronize_delay)
     if synchronize_bits is None:
@@ -169,7 +169,7 @@ def shard(
     whole = default_group(process_group)
     for tables_before in _held_by(module):
         catch_up(tables_before.family)
-    # These decide which collective calls follow.
+    # Ranks that differ in these would make different collective calls below.
     check_same_arguments(whole, "cannot shard", {
         "objective": [objective], "plan": [None if plan is None else "a plan"],
         "topology": [None if plan is not None or topology is None else "a topology"],

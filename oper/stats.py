@@ -190,7 +190,7 @@ class TableStats:
                  f"num_rows={self.num_rows}"),
                 ("head_counts", counts, not counts.size or (is_ordered and counts[-1] >= 1),
                  "counts >= 1, descending, ties by ascending id"),
-                # np.unique hashes, which takes ten times as long.
+                # Not np.unique, which hashes and takes ten times as long.
                 ("head_ids", self.head_ids, bool(np.diff(np.sort(self.head_ids)).all()),
                  "distinct ids"))
 
@@ -440,7 +440,8 @@ class AccessStats:
             raise InvalidInputError("cannot merge statistics", "tables",
                                     differing_names("only in the first part", mine,
                                                     "only in the second part", theirs),
-                                    "the same tables in both parts", "count the same tables")
+                                    "the same tables in both parts",
+                                    "collect both parts for the same model")
         shared = self.samples_per_bag
         require("cannot merge statistics", "set it after merging", (
             "samples_per_bag", (shared, other.samples_per_bag), shared == other.samples_per_bag,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require_fields
@@ -149,15 +149,7 @@ class TableSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The table as JSON-serializable values."""
-        return {
-            "name": self.name,
-            "num_rows": self.num_rows,
-            "dim": self.dim,
-            "features": list(self.features),
-            "pooling": self.pooling,
-            "dtype": self.dtype,
-            "optimizer": self.optimizer,
-        }
+        return {**asdict(self), "features": list(self.features)}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> TableSpec:

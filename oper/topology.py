@@ -84,30 +84,35 @@ class Costs:
     The model adds these costs to the time of memory traffic (bytes / bandwidth).
 
     Attributes:
-        phase_us: microseconds per phase (launch or call, barrier).
-        id_ns: nanoseconds per id in the forward pass (resolve, address, loop).
-        sort_ns: ns per id in the backward pass (sort, run lengths).
-        reduce_ns: ns per id in the backward pass (segment reduce).
-        update_ns: ns per touched row at its owner (merge, optimizer arithmetic).
-        run_ns: ns per distinct row of a rank's batch in the backward pass (new sum, slot).
+        phase_us: microseconds per phase (kernel launch or call, barrier).
+        id_ns: nanoseconds per id in the forward pass (locating the row, loop overhead).
+        sort_ns: ns per id in the backward pass (sorting the ids, finding equal ones).
+        reduce_ns: ns per id in the backward pass (adding its gradient to the row's sum).
+        update_ns: ns per touched row at its owner (merging the ranks' sums, optimizer arithmetic).
+        run_ns: ns per distinct row of a rank's batch in the backward pass (beginning its sum,
+            writing its slot).
         refresh_ns: ns per changed row that a rank copies into its replica.
-        tier_ns: ns per id and pass, for tables of several tiers (position in hotness order, tier).
-        push_tier_ns: as `tier_ns`, for tables of several tiers, at least one of which is pushed.
-        push_ns: ns per pushed id at its reader, forward and backward (owner, request).
+        tier_ns: ns per id in the forward and in the backward pass, for tables of several tiers
+            (finding the id's position in hotness order, and its tier).
+        push_tier_ns: replaces `tier_ns` for tables of several tiers, at least one of them pushed.
+        push_ns: ns per pushed id at its reader, in the forward and in the backward pass (finding
+            the owner, writing the request).
         push_bag_ns: ns per bag in the forward pass, for tables with both pulled and pushed rows
             (each bag's pulled rows are found separately).
-        odd_ns: ns per id (or touched row), pass over the row and 16 columns, for row widths without
-            a specialised kernel.
-        table_us: microseconds per table and phase (task, setup).
-        sort_table_us: additional microseconds per table in the backward pass (counters of the
-            sort).
-        far_ns: ns per id of a pulled tier with owners in other memory domains, at its reader:
-            de-duplicating the ids and locating the fetched rows.
+        odd_ns: additional ns for each block of 16 columns that a kernel passes over, per id (in the
+            update per touched row), for row widths without a specialised kernel.
+        table_us: microseconds per table and phase (scheduling and setting up its task).
+        sort_table_us: additional microseconds per table in the backward pass (clearing the sort's
+            counters).
+        far_ns: ns per id of a pulled tier with owners in other memory domains, at its reader
+            (de-duplicating the ids and locating the fetched rows).
         wire_ns: CPU time of a rank in ns per byte that it sends to or receives from other hosts
             (packing, copies, network stack). It does not overlap with the computation of a phase.
-        key_ns: ns per id of a dynamic table in the forward pass (hash, find its row).
-        key_count_ns: ns per distinct key that has a row, in the update (collect, count it).
-        key_insert_ns: ns per id without a row, in the update (sort, merge, admit, initialise row).
+        key_ns: ns per id of a dynamic table in the forward pass (hashing it, finding its row).
+        key_count_ns: ns per distinct key that has a row, in the update (collecting and counting
+            it).
+        key_insert_ns: ns per id without a row, in the update (sorting, merging, admitting the key
+            and initialising its row).
         warm_share: share of the caches, 0..1, that retains rows and buffers from one batch to the
             next (0 = every batch begins with cold caches).
     """
@@ -193,7 +198,7 @@ class Topology:
         numbered = [r for d in self.domains for r in d.ranks]
         if not numbered or numbered != list(range(len(numbered))):
             raise InvalidInputError(what, "ranks", numbered, "0..W-1 in order, at least one",
-                                    "list the domains")
+                                    "number the ranks of all domains consecutively")
         require(what, "correct this field", *(
             (f"{name}[{k}].{field}", getattr(part, field), is_right, expected)
             for name, parts in (("domain", self.domains), ("rack", self.racks))
@@ -236,18 +241,18 @@ class Topology:
         for first in range(0, size * count, size):
             inside = [d for d in self.domains if first <= d.ranks[0] < first + size]
             hosts = sorted({d.host for d in inside})
-            near = {h: k for k, h in enumerate(hosts)}
-            racks = tuple(Rack(tuple(near[h] for h in rack.hosts if h in near), rack.uplink_gbps)
-                          for rack in self.racks if not near.keys().isdisjoint(rack.hosts))
+            index = {h: k for k, h in enumerate(hosts)}
+            racks = tuple(Rack(tuple(index[h] for h in rack.hosts if h in index), rack.uplink_gbps)
+                          for rack in self.racks if not index.keys().isdisjoint(rack.hosts))
             parts.append((tuple(replace(d, ranks=tuple(r - first for r in d.ranks),
-                                        host=near[d.host]) for d in inside),
+                                        host=index[d.host]) for d in inside),
                           racks if len(racks) > 1 else ()))
         require(f"cannot divide the hosts of topology {self.name!r}",
-                "choose a number of groups that divides the number of hosts, of equal hosts",
+                "choose a number that divides the hosts into groups of equal hosts and racks",
                 ("number of groups", count,
                  self.num_hosts % count == 0 and all(x == parts[0] for x in parts)
                  and [r for d in parts[0][0] for r in d.ranks] == list(range(size)),
-                 f"a divisor of {self.num_hosts} hosts, with equal groups"))
+                 f"a divisor of {self.num_hosts} hosts that makes equal groups"))
         return replace(self, name=f"{self.name}, one of {count} groups", domains=parts[0][0],
                        racks=parts[0][1])
 

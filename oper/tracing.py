@@ -34,9 +34,10 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
 
     A context manager around part of the training loop. The trace has one process per memory domain
     (host), one thread per thread of a rank, and one bar per phase and step: ``forward``,
-    ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``. Nested bars
-    show ``barrier`` and ``exchange`` (between hosts, with the bytes sent); ``resolve`` bars show
-    ids resolved ahead of their lookup. Gaps are other work of the rank, such as dense computation.
+    ``reduce`` (a rank sums its gradients by row), ``wait for gradients`` (of all ranks),
+    ``update``, ``wait for updates`` (of all ranks), and ``refresh`` (of replicas). Nested bars show
+    ``barrier`` and ``exchange`` (between hosts, with the bytes sent); ``resolve`` bars show ids
+    resolved in advance of their lookup. Gaps are other work, such as dense computation.
     Times are on rank 0's clock; ``clock_uncertainty_us`` in the file bounds the error of other
     hosts' times. Leaving the block is collective; if an error leaves it, no file is written.
 
@@ -64,8 +65,9 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     if os.path.isdir(path):
         raise InvalidInputError(what, "path", os.fspath(path), "a file, not a folder",
                                 "name a file in this folder")
-    if steps is not None and not (len(steps) == 2 and all(isinstance(x, int) for x in steps)
-                                  and done < steps[0] <= steps[1]):
+    if steps is not None and not (
+            isinstance(steps, Sequence) and len(steps) == 2
+            and all(isinstance(x, int) for x in steps) and done < steps[0] <= steps[1]):
         raise InvalidInputError(what, "steps", steps,
                                 f"two integers (first, last), {done} < first <= last",
                                 "number the steps of the block from `done` + 1 on")

@@ -1,4 +1,4 @@
-"""A model with tables of all kinds, for the tests of checkpoints; needs torchrec."""
+"""A model with tables of all kinds, for tests of checkpoints; needs torchrec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.world_support import run_world
 CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 BATCH = 8  # samples of all ranks together
 ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
-# What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
+# One optimizer of each kind; test_fused_optimizer.py tests all optimizers of TorchRec.
 OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.LAMB(lr=0.01, eps=1e-3),
               "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3),
               "ts": oper.SGD(lr=0.1, momentum=0.5)}
@@ -34,7 +34,7 @@ _THEIRS = {"ta": RowWiseAdagrad, "tb": LAMB, "tc": PartialRowWiseAdam, "ts": tor
 
 
 class Model(nn.Module):
-    """Bags, sequences, a bare embedding and a dense layer."""
+    """Embedding bags, sequences, a bare embedding and a dense layer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def random_kjt(rows: Mapping[str, int], size: int, seed: int) -> KeyedJaggedTensor:
-    """Bags of up to three ids; `rows`: of each key's table."""
+    """Draw bags of up to three ids; `rows` has the rows of each key's table."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(rows), size), generator=g)
     ids = [torch.randint(0, n, (int(k.sum()),), generator=g)
@@ -64,13 +64,16 @@ def random_kjt(rows: Mapping[str, int], size: int, seed: int) -> KeyedJaggedTens
 
 
 def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
-    """This rank's share of the step's samples, which do not depend on the number of ranks."""
+    """Return this rank's share of a step's samples, which do not depend on the number of ranks."""
     return split_batch(random_kjt(ROWS, BATCH, step), world_size)[0][rank]
 
 
 def sharded(world_size: int, plan_seed: int, seed: int = 0, **options: Any) -> Model:
-    """The model under a random plan for `world_size` ranks; plans from 100 on push and split tables
-    by columns. `options`: of `oper.shard`."""
+    """Shard the model by a random plan for `world_size` ranks.
+
+    Plans with a `plan_seed` of 100 or more push and split tables by columns. `options`: arguments
+    of `oper.shard`.
+    """
     model = Model(seed)
     kinds = {n: o.name for n, o in OPTIMIZERS.items()}
     specs = [*table_specs(model.bags, kinds), *table_specs(model.items, kinds),
@@ -85,7 +88,7 @@ def sharded(world_size: int, plan_seed: int, seed: int = 0, **options: Any) -> M
 
 
 def tag(parameter: torch.Tensor, table: str) -> None:
-    """What ``apply_optimizer_in_backward`` leaves behind."""
+    """Set the attributes that ``apply_optimizer_in_backward`` sets."""
     optimizer = OPTIMIZERS[table]
     parameter._optimizer_classes = [_THEIRS[table]]
     parameter._optimizer_kwargs = [{k: getattr(optimizer, k)
@@ -99,7 +102,7 @@ def fused(model: Model) -> CombinedOptimizer:
 
 
 def state_of(model: Model) -> dict[str, Any]:
-    """The state that a user saves: everything, under TorchRec's names."""
+    """Return the state that a user saves: everything, under the names of TorchRec."""
     return {"model": model.state_dict(), "optimizer": fused(model).state_dict(),
             "places": model.places.optimizer_state_dict()}
 
@@ -125,8 +128,8 @@ def restore(model: Model, folder: str) -> None:
 
 def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
           save: str | None = None, chunk_bytes: int | None = CHUNK) -> dict[str, torch.Tensor]:
-    """Load, train, save, in chunks or by dcp; everything as whole tensors."""
-    # Another seed, so that what is not loaded shows.
+    """Load, train and save, in chunks or by DCP; return everything as whole tensors."""
+    # A different seed, so that a value that is not loaded makes the test fail.
     model = sharded(world_size, plan, seed=0 if load is None else 99)
     if load is not None and chunk_bytes is None:
         restore(model, load)
@@ -145,7 +148,7 @@ def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None 
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Whole tensors by path."""
+    """Return whole tensors by path."""
     if isinstance(state, dict):
         return {k: v for name, value in state.items()
                 for k, v in flat(value, f"{prefix}/{name}").items()}
@@ -155,7 +158,7 @@ def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 
 def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any,
               **options: Any) -> dict[str, torch.Tensor]:
-    """What `body` returns, which must be the same on all ranks."""
+    """Return the result of `body`, which must be the same on all ranks."""
     first, *others = run_world(world_size, body, *args, **options)
     for other in others:
         assert_bitwise(other, first, "two ranks")
@@ -163,7 +166,7 @@ def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *ar
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint without OPER, into plain tensors of the global shapes."""
+    """Read a checkpoint without OPER into plain tensors of the global shapes."""
     metadata = dcp.FileSystemReader(str(folder)).read_metadata()
     state = {name: torch.full(item.size, torch.nan) for name, item
              in metadata.state_dict_metadata.items() if hasattr(item, "size")}

@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 import signal
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from hypothesis import settings
 
 from tests import schedule
 
-# No deadline: the first call into torch is slow, and the machine may be busy. The same examples
-# every time, so that a failure belongs to a change; `--hypothesis-profile=nightly` and `search`
-# look for new ones.
+# No deadline, since the first call into torch is slow and the machine may be busy. Every run has
+# the same examples, so that only a change of the code can make a test fail. The profiles "nightly"
+# and "search" (`--hypothesis-profile`) draw new examples, also under CI=true, where hypothesis
+# would derandomize by default.
 settings.register_profile("same", max_examples=60, deadline=None, derandomize=True)
-# Not derandomized under CI=true either, where hypothesis would do so by itself.
 for name, examples in (("nightly", 200), ("search", 1000)):
     settings.register_profile(name, max_examples=examples, deadline=None, derandomize=False,
                               print_blob=True)
@@ -20,13 +20,13 @@ settings.load_profile("same")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the processes that tests start, even if a shell runs us in the background
-    with it switched off."""
+    """Let Ctrl-C reach the processes that tests start, even if a shell has started pytest in the
+    background with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before the markers are looked at.
+# Runs before pytest selects tests by their markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     schedule.arrange(items)
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a file or folder in an S3 bucket, with ``{}`` in place of its name."""
+    """Yield the URL of a file or folder in an S3 bucket, with ``{}`` in place of its name."""
     from oper.bench.data.store import s3_server
     from oper.errors import MissingDependencyError
 

@@ -1,4 +1,4 @@
-"""DLRM models and KJT batches for the integration tests; import it inside tests (torchrec)."""
+"""DLRM models and KJT batches for integration tests; import this module inside tests (torchrec)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ EBC = "model.sparse_arch.embedding_bag_collection"
 
 
 def configs(dim: int = 16) -> list[EmbeddingBagConfig]:
-    """A one-row table, a shared feature, a table of two features, mean beside sum."""
+    """Return a one-row table, a shared feature, a table with two features, and both mean and sum.
+    """
     mean = PoolingType.MEAN
     shapes: list[tuple[str, int, list[str], PoolingType]] = [
         ("t0", 200, ["a"], PoolingType.SUM), ("t1", 60, ["b", "c"], mean),
@@ -44,7 +45,7 @@ def make_collection(seed: int = 0, device: str = "cpu", **fields: Any) -> Embedd
 
 
 def make_dlrm(seed: int = 0, device: str = "cpu") -> DLRMTrain:
-    """DLRM with a shared feature would count it twice in the interaction: leave t3 out."""
+    """Make a DLRM without t3, since a shared feature would count twice in the interaction."""
     torch.manual_seed(seed)
     tables = [c for c in configs() if c.name != "t3"]
     return DLRMTrain(DLRM(
@@ -75,7 +76,7 @@ def make_batch(seed: int, size: int = 12) -> Batch:
 
 
 def plan_for(collection: EmbeddingBagCollection, world_size: int, kind: str = "striped") -> Plan:
-    """A plan by name; ``mixed<seed>`` has tiers of all kinds."""
+    """Make a plan by name; ``mixed<seed>`` has tiers of all kinds."""
     tables = table_specs(collection)
     if kind.startswith("mixed"):
         return mixed_plan(tables, world_size, int(kind[5:]))
@@ -84,7 +85,8 @@ def plan_for(collection: EmbeddingBagCollection, world_size: int, kind: str = "s
 
 @contextmanager
 def virtual_ranks() -> Iterator[threading.local]:
-    """Lets `oper.shard` find the virtual rank of its thread: set ``.group`` of what this yields."""
+    """Let `oper.shard` find the virtual rank of its thread: set ``.group`` of the yielded object.
+    """
     local = threading.local()
     with mock.patch("oper.shmem.group.groups.default_group",
                     lambda process_group=None: local.group):

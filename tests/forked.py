@@ -1,7 +1,7 @@
 """``python -m`` and ``python -c`` as forks of a process that has imported torch and torchrec.
 
-A fresh interpreter spends three seconds of a processor on these imports, and tests start many.
-Tests of how a program starts, of what it imports or of its memory start it afresh.
+A new interpreter needs three seconds of processor time for these imports, and tests start many.
+Tests of how a program starts, of its imports or of its memory start a new interpreter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 from tests.world_support import CONTEXT
 
-_HIGH = 500  # descriptors from here on are in nobody's use
+_HIGH = 500  # descriptors from here on are unused
 
 
 class _Descriptor:
-    """Open in the process that it is sent to, where this is an integer."""
+    """A file descriptor that can be pickled: an open one in the receiving process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -52,7 +52,7 @@ class Forked(subprocess.Popen[Any]):
         self._fork = CONTEXT.Process(target=_run, args=(
             list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
             {n: _Descriptor(k) for n, k in numbers.items()}, os.getpid()),
-            daemon=True)  # ends with this one
+            daemon=True)  # ends when the test process ends
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -72,7 +72,8 @@ class Forked(subprocess.Popen[Any]):
 
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
          descriptors: dict[int, int], parent: int) -> None:
-    """In the process: ``python`` with these words, environment, folder and descriptors."""
+    """Run ``python`` with these arguments, environment, folder and descriptors in the forked
+    process."""
     import fcntl
 
     import torch
@@ -85,12 +86,12 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     for n, k in high.items():
         os.dup2(k, n)
         os.close(k)
-    # What is there was made for other files.
+    # The inherited file objects refer to the fork server's descriptors.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
         2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    # Kernels read some of them once, through C's getenv: os.environ reaches it.
+    # Changes of os.environ reach C's getenv, through which kernels read some variables once.
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
@@ -100,7 +101,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    os.getppid = lambda: parent  # it stands for a child of the test, not of who forked it
+    os.getppid = lambda: parent  # the test process instead of the fork server
     kind, what, *arguments = words
     sys.argv = ["-c", *arguments]
     try:
@@ -115,10 +116,10 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
 
 
 def _popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """A fork, or a new process if another command starts it, such as one in another network."""
+    """Fork, or start a new process if another command starts it, such as one in another network."""
     return (Forked if words[0] == sys.executable else subprocess.Popen)(words, **options)
 
 
-# In the place of the module `subprocess`, where Python's own processes may be forks.
+# Replaces the module `subprocess` in code whose Python processes may be forks.
 FORKS = types.SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE,
                               TimeoutExpired=subprocess.TimeoutExpired)

@@ -1,4 +1,4 @@
-"""Dynamic tables by their rules, in plain dicts; shares no code with the runtime."""
+"""Dynamic tables implemented by their rules in plain dicts; shares no code with the runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = (1 << 32) - 1
 
 
 def hash_of(key: int, seed: int) -> int:
-    """SplitMix64's finalizer."""
+    """Compute SplitMix64's finalizer."""
     x = (key ^ seed) & MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
@@ -25,7 +25,7 @@ def hash_of(key: int, seed: int) -> int:
 
 
 def draw(seed: int, of: int, number: int, purpose: bytes) -> list[int]:
-    """Four words of 32 bits."""
+    """Draw four words of 32 bits."""
     of, seed = of & MASK, seed & MASK
     counter = np.array([of & 0xFFFFFFFF, of >> 32, number, int.from_bytes(purpose, "big")],
                        np.uint32)
@@ -34,7 +34,7 @@ def draw(seed: int, of: int, number: int, purpose: bytes) -> list[int]:
 
 
 def first_row(key: int, seed: int, dim: int, bound: float) -> np.ndarray:
-    """A new row, float32 [dim]."""
+    """Compute a new row, float32 [dim]."""
     words = [w for block in range(-(-dim // 4)) for w in draw(seed, key, block, b"init")][:dim]
     units = (np.array(words, np.uint32) >> np.uint32(8)).astype(np.float32)
     return (units * np.float32(2.0**-23) - np.float32(1)) * np.float32(bound)
@@ -52,11 +52,11 @@ class Oracle:
     """A dynamic table without rows.
 
     Attributes:
-        slots: rows that keys may have.
+        slots: number of rows for keys.
         rule: its configuration.
         draws: seed of admission by probability.
-        held: keys with a row.
-        waiting: by bucket, places of keys that are counted without a row, None = free.
+        held: the keys that have a row.
+        waiting: by bucket, the places for keys that are counted but have no row; None = free.
     """
 
     slots: int
@@ -92,7 +92,7 @@ class Oracle:
             entry.count >> min(40, self.clock // half - entry.clock // half))
 
     def update(self, keys: Iterable[int]) -> dict[int, int]:
-        """Update with keys, which may repeat; returns the rows of new keys."""
+        """Update with keys, which may repeat; return the rows of new keys."""
         self.clock += 1
         counted = Counter(keys)
         order = sorted(counted, key=lambda k: hash_of(k, self.rule.seed))
@@ -144,7 +144,7 @@ class Oracle:
         return total if total >= rule.admit_after else 0
 
     def free_row(self, bucket: int, key: int) -> int:
-        """A row for a new key, which a former key loses; 0 = none."""
+        """Return a row for a new key, which the key that has it loses; 0 = none."""
         rows = self.rows_of(bucket)
         line = (hash_of(key, self.rule.seed) >> 8) % (BUCKET // LINE)
         home = set(rows[line::BUCKET // LINE])
@@ -178,5 +178,5 @@ class Oracle:
         return row
 
     def records(self) -> dict[int, tuple[int, int, int]]:
-        """Row, count and clock by key."""
+        """Return row, count and clock by key."""
         return {k: (e.row, e.count, e.clock) for k, e in self.held.items()}

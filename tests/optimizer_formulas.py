@@ -1,5 +1,4 @@
-"""Every optimizer of tables, and its formula in plain torch, which shares no code with the runtime.
-"""
+"""All optimizers of tables, as formulas in plain torch, which share no code with the runtime."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ EVERY: dict[str, Optimizer] = {
     "sgd_clipped": SGD(lr=0.3, max_gradient=0.02, max_row_norm=0.05),
     "rowwise_adagrad_clipped": RowWiseAdagrad(
         lr=0.05, eps=1e-8, weight_decay=0.2, max_gradient=0.02, max_row_norm=0.05),
-    # Clipped elements may cancel out; what rounding leaves of them must not make a whole step.
+    # Clipped gradients may cancel out. A large eps keeps Adam from making a full step of the
+    # rounding error that remains.
     "adam_clipped": Adam(lr=0.02, eps=1e-3, max_gradient=0.02, max_row_norm=0.05),
     "lars_sgd": LarsSGD(lr=0.2, eta=0.1),
     "lars_sgd_decay": LarsSGD(lr=0.2, momentum=0.6, weight_decay=0.5, eta=0.2),
@@ -55,7 +55,7 @@ EVERY: dict[str, Optimizer] = {
 
 
 def first_states(optimizer: Optimizer, weight: torch.Tensor) -> Tensors:
-    """The state of a table of these weights before the first step, in their dtype."""
+    """Return the state of a table with these weights before the first step, in their dtype."""
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
     return {part: torch.full(weight.shape[:1] if per_row else weight.shape, first,
                              dtype=weight.dtype)
@@ -64,7 +64,8 @@ def first_states(optimizer: Optimizer, weight: torch.Tensor) -> Tensors:
 
 def update_rows(optimizer: Optimizer, w: torch.Tensor, state: Tensors, g: torch.Tensor, lr: float,
                 step: int) -> None:
-    """One optimizer step of some rows in place: weights `w`, their `state` and gradients `g`."""
+    """Make one optimizer step of some rows in place: weights `w`, their `state` and gradients `g`.
+    """
     row_mean = (g * g).mean(1)
     match optimizer:
         case SGD(momentum=momentum, weight_decay=decay):

@@ -1,4 +1,4 @@
-"""Helpers of the optimizer tests: training with changing rates."""
+"""Helpers of the optimizer tests: training with changing learning rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime_support import (
 
 def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
                   optimizers: Optimizers, rates: Sequence[float] = (1.0,)) -> Result:
-    """Train on virtual ranks. `rates`: factor on the learning rates by step; the last persists.
+    """Train on virtual ranks. `rates`: factor on the learning rates by step; the last one persists.
     """
     def body(group: Any) -> Result:
         first: list[float] = []
@@ -39,7 +39,7 @@ def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
 
 
 def assert_close(got: Result, want: Result, tolerance: float = 1e-5) -> None:
-    """Every output, weight and state within `tolerance` of its largest value."""
+    """Require every output, weight and state to be within `tolerance` times its largest value."""
     for part in ("weights", "states"):
         assert_near(getattr(got, part), getattr(want, part), part, tolerance)
     for step, (mine, theirs) in enumerate(zip(got.outputs, want.outputs, strict=True)):

@@ -1,4 +1,4 @@
-"""Replica groups on virtual ranks, and runs that simulate the groups in plain torch."""
+"""Replica groups on virtual ranks, and a simulation of the groups in plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ Body = Callable[[ShardedTables, int], Any]
 def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
                count: int = 2, domains: Sequence[int] | None = None, delay: int = 0,
                bits: int = 32) -> list[Any]:
-    """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
+    """Run `body(tables, rank)` on `count` groups of virtual ranks; return results by global rank.
+    """
     size = plan.world_size
     mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
     across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
@@ -50,8 +51,8 @@ def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: B
                                groups.gradient_scale(1.0 / whole.world_size))
         Synchronizer(tables, groups)
         for name, weight in initial_weights(case).items():
-            tables.write(name, weight + number)  # the first group's are used
-        tables.publish()
+            tables.write(name, weight + number)  # those of the first group are used
+        tables.flush_replicas()
         try:
             return body(tables, whole.rank)
         finally:
@@ -68,7 +69,7 @@ def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
 
 def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
             **options: Any) -> Result:
-    """Train in groups; asserts that after a synchronization all groups are bitwise equal."""
+    """Train in groups; assert that all groups are bitwise equal after a synchronization."""
     def body(tables: ShardedTables, rank: int) -> Result:
         outputs = [[train(tables, case, batches[rank])] for batches in steps]
         tables.replicas.synchronize()
@@ -83,7 +84,7 @@ def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
 
     ranks = run_groups(case, plan, optimizer, every, body, **options)
     for k, other in enumerate(ranks[1:], 1):
-        first = ranks[k % plan.world_size]  # a rank has its own replicas
+        first = ranks[k % plan.world_size]  # each rank of a group has its own replicas
         same_bits(Result([], other.weights, other.states, other.replicas),
                   Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
     return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
@@ -93,7 +94,7 @@ def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
 @torch.no_grad()
 def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.Tensor],
             of_all: bool) -> torch.Tensor:
-    """The mean of each row over all groups, or over those that changed it."""
+    """Compute the mean of each row over all groups, or over those that changed it."""
     weight = torch.stack([torch.ones_like(c) if of_all else c for c in changed]).float()
     stacked = torch.stack(values)
     weight = weight.reshape(*weight.shape, *[1] * (stacked.dim() - 2))
@@ -108,15 +109,17 @@ SQUARES = {"rowwise_adagrad": "momentum1", "adagrad": "momentum1", "adam": "mome
 
 def replaced(now: torch.Tensor, sent: torch.Tensor, mean: torch.Tensor, is_squares: bool
              ) -> torch.Tensor:
-    """The average of values that were `sent`, with what has changed since then: in proportion for
-    squares that have decayed, otherwise as a difference."""
+    """Return the average of values that were `sent`, with the changes since then.
+
+    Changes are differences; those of squares, which may have decayed, are ratios.
+    """
     if is_squares:
         return torch.where(now < sent, mean * now / sent, mean + now - sent)
     return mean + now - sent
 
 
 def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows [n, dim] in a message with `bits` bits per number."""
+    """Round rows [n, dim] as in a message with `bits` bits per number."""
     if bits == 32:
         return rows.clone()
     if bits == 16:
@@ -129,9 +132,11 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
               count: int, delay: int = 0, bits: int = 32) -> Result:
-    """Groups that train by themselves and are averaged after every `every` updates; averages
-    arrive `delay` updates later. Rows are sent with `bits` bits per number, at the end exactly:
-    first those that have changed, then those that are only rounded."""
+    """Simulate groups that train separately and are averaged after every `every` updates.
+
+    Averages arrive `delay` updates later. Rows are sent with `bits` bits per number, and exactly at
+    the end: first those that have changed, then those that are only rounded.
+    """
     size = len(steps[0]) // count
     of_all = optimizer.name in ("sgd", "momentum_sgd")
     groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
@@ -142,7 +147,7 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
     inexact = [{name: torch.zeros_like(x) for name, x in c.items()} for c in changed]
     outputs = []
     sent: list[Any] = []  # (table, part, mean, rows in it, values of the groups when sent)
-    due = 0  # the update after which they arrive
+    due = 0  # the update after which the values `sent` arrive
 
     def values(name: str, part: str) -> list[torch.Tensor]:
         return [g[name].detach() if part == "rows" else s[name][part]

@@ -1,4 +1,4 @@
-"""Stochastic rounding of 16-bit rows, in NumPy: what csrc/common/{philox,elements}.h compute.
+"""Stochastic rounding of 16-bit rows in NumPy: what csrc/common/{philox,elements}.h compute.
 
 See `oper.shmem.optim.arguments.rounding_key`.
 """
@@ -14,8 +14,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10 of counters uint32 [..., 4] under a key of two 32-bit numbers; uint32 [..., 4].
-    """
+    """Compute Philox4x32-10 of counters uint32 [..., 4] under a key of two 32-bit numbers; uint32
+    [..., 4]."""
     a, b, c, d = (counter[..., k].astype(np.uint64) for k in range(4))
     for turn in range(10):
         k0, k1 = (np.uint64((k + turn * w) & 0xFFFFFFFF)
@@ -28,7 +28,8 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 def rounding_bits(key: tuple[int, int], step: int, rows: np.ndarray, num_columns: int
                   ) -> np.ndarray:
-    """16 random bits per element, uint32 [R, num_columns], of logical rows int64 [R] at a step."""
+    """Compute 16 random bits per element, uint32 [R, num_columns], of logical rows int64 [R] at a
+    step."""
     blocks = np.arange(-(-num_columns // 8), dtype=np.uint64)
     counter = np.zeros((rows.size, blocks.size, 4), np.uint32)
     counter[..., 0] = rows.astype(np.uint32)[:, None]
@@ -41,11 +42,11 @@ def rounding_bits(key: tuple[int, int], step: int, rows: np.ndarray, num_columns
 
 
 def round_stochastically(values: np.ndarray, bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Values float32 rounded with 16 random bits each; the float32 numbers of the rounded ones.
+    """Round float32 values with 16 random bits each; return the results as float32.
 
     Args:
         values: float32.
-        bits: uint32 below 2^16, same shape.
+        bits: uint32 below 2^16, of the same shape.
         dtype: ``"float16"`` or ``"bfloat16"``.
     """
     raw = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -55,9 +56,9 @@ def round_stochastically(values: np.ndarray, bits: np.ndarray, dtype: str) -> np
         finite = np.minimum(up, np.uint32(0x7F7F0000)).view(np.float32)
     else:
         exponent = np.maximum((magnitude >> np.uint32(23)).astype(np.int64) - 127, -14)
-        step = np.ldexp(1.0, exponent - 10)  # between neighbours
-        # As many random places as the step has below it: 13 of the 24 bits of a number, but 16 in
-        # fixed point below 2^-14.
+        step = np.ldexp(1.0, exponent - 10)  # between neighbouring float16 numbers
+        # The number of random bits is the number of bits that rounding drops: 13 of the 24 bits of
+        # a normal number; 16 below 2^-14, where float16 is fixed-point.
         small = magnitude < 0x38800000
         places = np.where(small, 16, 13)
         draw = np.where(small, bits, bits >> np.uint32(3)).astype(np.int64)

@@ -26,7 +26,7 @@ from tests.optimizer_formulas import EVERY, first_states, update_rows
 
 Optimizers = Optimizer | Mapping[str, Optimizer]  # of all tables, or by table
 
-# One of every kind; those that most tests use, and all others.
+# One optimizer of every kind: the two of most tests, and all others.
 OPTIMIZERS = {name: EVERY[name] for name in ("sgd", "rowwise_adagrad")}
 OTHER_OPTIMIZERS = {EVERY[name].name: EVERY[name] for name in (
     "adagrad", "adam_decay", "partial_rowwise_adam_decay", "momentum_sgd_decay", "lars_sgd_decay",
@@ -39,7 +39,7 @@ ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 @dataclass(frozen=True)
 class Case:
-    """Tables, the input's keys and how a batch looks."""
+    """Tables, the keys of the input, and the form of a batch."""
 
     tables: tuple[TableSpec, ...]
     keys: tuple[str, ...]
@@ -69,7 +69,7 @@ class Case:
         return next(t for t in self.tables if t.name == name)
 
     def with_optimizer(self, chosen: str | Mapping[str, Optimizer]) -> Case:
-        """The optimizer's name for all tables, or each table's own."""
+        """Return the case with one optimizer's name for all tables, or one per table."""
         return replace(self, tables=tuple(replace(
             t, optimizer=chosen if isinstance(chosen, str) else chosen[t.name].name)
             for t in self.tables))
@@ -93,7 +93,8 @@ class Batch:
 
 
 def dlrm_case(optimizer: str = "rowwise_adagrad", **fields: Any) -> Case:
-    """Tables of all widths and sizes; shared features; keys in another order, two extra."""
+    """Make tables of all widths and sizes, with shared features, and with keys in another order and
+    two extra keys."""
     shapes = [
         ("one", 1, 4, ("only",), "sum"),
         ("tiny", 7, 8, ("f1",), "mean"),
@@ -111,7 +112,8 @@ def dlrm_case(optimizer: str = "rowwise_adagrad", **fields: Any) -> Case:
 
 
 def make_batch(case: Case, seed: int, size: int) -> Batch:
-    """Skewed ids, about a third of the bags empty; extra keys carry ids that fit no table."""
+    """Draw skewed ids; about a third of the bags are empty, and extra keys have ids beyond every
+    table."""
     rng = np.random.default_rng(seed)
     rows = {k: min((case.table(t).num_rows for f, t in case.features if f == k), default=0)
             for k in case.keys}
@@ -132,12 +134,12 @@ def make_batch(case: Case, seed: int, size: int) -> Batch:
 
 
 def bags_of_one(ids: torch.Tensor) -> Lookup:
-    """One bag for each id, of one feature."""
+    """Make one bag for each id, of one feature."""
     return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
 
 
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
-    """Batches by step and rank; sizes differ between ranks and some are empty."""
+    """Make batches by step and rank; sizes differ between ranks, and some batches are empty."""
     turns = (case.base_batch, case.base_batch // 3, 0, case.base_batch + 7)
     return [[make_batch(case, 1000 * seed + 10 * s + r, turns[(r + s) % 4])
              for r in range(world_size)] for s in range(steps)]
@@ -150,7 +152,8 @@ def initial_weights(case: Case, seed: int = 7) -> dict[str, torch.Tensor]:
 
 
 def rank_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over a rank's own batch; 0 for an empty batch. Every number of a sequence counts."""
+    """Compute the mean loss over a rank's own batch; 0 for an empty batch. Every number of a
+    sequence counts."""
     if out.shape != target.shape:  # rows of sequences
         target = torch.cos(torch.arange(out.numel())).view(out.shape)
     return ((out - target.to(out.dtype)) ** 2).sum() / max(1, out.shape[0])
@@ -160,7 +163,8 @@ def rank_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def mixed_plan(tables: Sequence[TableSpec], world_size: int, seed: int) -> Plan:
-    """Tiers of all kinds, explicit heads, weighted stripes, replicas on some ranks only."""
+    """Make a plan with tiers of all kinds, explicit heads, weighted stripes, and replicas on some
+    ranks only."""
     rng = np.random.default_rng(seed)
     entries = []
     for t in tables:
@@ -184,7 +188,7 @@ def _random_tier(rng: np.random.Generator, start: int, stop: int, world_size: in
 
 
 def rich_plan(tables: Sequence[TableSpec], world_size: int, seed: int, columns: bool) -> Plan:
-    """Random tiers with push, some of them in host memory, and random column pieces."""
+    """Make a plan with random tiers, also pushed and in host memory, and random column pieces."""
     rng = np.random.default_rng(seed)
     entries = []
     for t in tables:
@@ -219,7 +223,7 @@ def _random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> t
 
 
 def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
-    """The plans that every exactness test runs through."""
+    """Return the plans that every exactness test uses."""
     plans = {p: uniform_plan(tables, world_size, p) for p in ("replicated", "striped", "owned")}
     for seed in range(3):
         plans[f"mixed{seed}"] = mixed_plan(tables, world_size, seed)
@@ -227,7 +231,7 @@ def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
 
 
 def with_tables(plan: Plan, tables: Iterable[TableSpec]) -> Plan:
-    """The plan for tables of the same names, which differ in their optimizers or dtypes."""
+    """Return the plan for tables of the same names with other optimizers or dtypes."""
     return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in tables))
 
 
@@ -236,7 +240,7 @@ def with_tables(plan: Plan, tables: Iterable[TableSpec]) -> Plan:
 
 @dataclass
 class Result:
-    """What a training run leaves: outputs [step][rank], weights and states by table."""
+    """What a training run yields: outputs [step][rank], weights and states by table."""
 
     outputs: list[list[torch.Tensor]]
     weights: dict[str, torch.Tensor]
@@ -246,7 +250,7 @@ class Result:
 
 def pool(weight: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, pooling: str,
          weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum or mean of each bag, one row at a time."""
+    """Compute sum or mean of each bag, one row at a time."""
     bags = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.long())
     rows = weight[ids.long()]
     if weights is not None:
@@ -272,7 +276,8 @@ def reference_forward(case: Case, tables: dict[str, torch.Tensor], batch: Batch)
 @torch.no_grad()
 def apply_optimizer(o: Optimizer, step: int, weight: torch.Tensor, state: dict[str, torch.Tensor],
                     grad: torch.Tensor, touched: torch.Tensor, rate: float = 1.0) -> None:
-    """One exact update of the touched rows, step counted from 1; `rate`: factor on its rate."""
+    """Make an exact update of the touched rows, step counted from 1; `rate`: factor on the learning
+    rate."""
     w, part, g = weight[touched], {k: s[touched] for k, s in state.items()}, grad[touched]
     if o.max_row_norm is not None:
         for k in range(len(g)):
@@ -287,7 +292,7 @@ def apply_optimizer(o: Optimizer, step: int, weight: torch.Tensor, state: dict[s
 
 
 def touched_rows(case: Case, table: TableSpec, batches: list[Batch]) -> torch.Tensor:
-    """Ids of a table in the global batch, bool [num_rows]."""
+    """Whether a row of a table is in the global batch, bool [num_rows]."""
     touched = torch.zeros(table.num_rows, dtype=torch.bool)
     for batch in batches:
         ends = [0, *batch.lengths.reshape(len(case.keys), -1).sum(1).cumsum(0).tolist()]
@@ -298,7 +303,7 @@ def touched_rows(case: Case, table: TableSpec, batches: list[Batch]) -> torch.Te
 
 
 def clip_elements(outs: Sequence[torch.Tensor], limit: float | None) -> None:
-    """Have the gradients of lookups clipped as FBGEMM does it."""
+    """Clip the gradients of lookups as FBGEMM does."""
     for out in outs:
         if limit is not None and out.requires_grad:
             out.register_hook(lambda g: g.clamp(-limit, limit))
@@ -338,7 +343,7 @@ def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizers,
 @functools.cache
 def references(case: Case, world_size: int, optimizer: str, num_steps: int
                ) -> tuple[list[list[Batch]], Result, Result]:
-    """Steps, and the unsharded runs of them in fp32 and in float64."""
+    """Return the steps, and the unsharded runs of them in fp32 and float64."""
     steps = make_steps(case, world_size, num_steps)
     args = (case, steps, ALL_OPTIMIZERS[optimizer])
     return steps, train_reference(*args), train_reference(*args, torch.float64)
@@ -349,7 +354,8 @@ def references(case: Case, world_size: int, optimizer: str, num_steps: int
 
 def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: int = 1,
               timeout_s: float = 120.0, domains: Sequence[int] | None = None) -> list[Any]:
-    """Run `body(group)` on one thread per virtual rank; results by rank, or the first error."""
+    """Run `body(group)` on one thread per virtual rank; return results by rank, or raise the first
+    error."""
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
     before = torch.get_num_threads()
@@ -377,28 +383,26 @@ def run_ranks(world_size: int, body: Callable[[ThreadGroup], Any], num_threads: 
 
 def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None,
                 gradient_scale: float | None = None) -> ShardedTables:
-    """Sharded tables that hold the case's initial weights; no optimizer = read-only."""
+    """Open sharded tables with the case's initial weights; no optimizer = read-only."""
     own = case.with_optimizer(optimizer if isinstance(optimizer, Mapping) else
                               optimizer.name if optimizer else "none")
     scale = 1.0 / group.world_size if gradient_scale is None else gradient_scale
     tables = ShardedTables(with_tables(plan, own.tables), case.features, group, optimizer, scale)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight)
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 
 def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
-    """The tables on one rank."""
+    """Open the tables on one rank."""
     return open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizer)
 
 
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
                group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
-    """One rank's part of a training run; every rank reads all tables at the end.
-
-    `between` is called with the tables and the step number before every step, and at the end.
-    """
+    """Run one rank's part of a training run; every rank reads all tables at the end. `between` is
+    called with the tables and the step number before every step and at the end."""
     tables = open_tables(case, plan, group, optimizer)
     outputs = []
     between = between or (lambda tables, step: None)
@@ -415,7 +419,7 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
              for t in case.tables}
     states = {f"{name} {part}": tables.read(name, part=part)
               for name, kind in kinds.items() for part, _ in STATE_PARTS[kind]}
-    # Those of other memory domains are told by their holders.
+    # Every rank shares its replicas, since ranks cannot read other memory domains.
     own = {t.name: tables.replica(t.name, group.rank).clone() for t in case.tables}
     replicas = {(name, r): rows for r, held in enumerate(group.all_gather(own))
                 for name, rows in held.items()}
@@ -425,7 +429,7 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
 
 
 def merge_ranks(ranks: list[Result]) -> Result:
-    """One result of all ranks; asserts that all have read the same tables, bit for bit."""
+    """Merge the results of all ranks; assert that all have read the same tables, bit for bit."""
     first = ranks[0]
     for other in ranks[1:]:
         assert_bitwise(vars(other) | {"outputs": []}, vars(first) | {"outputs": []},
@@ -449,7 +453,7 @@ def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: O
 
 
 def assert_bitwise(a: Any, b: Any, what: str) -> None:
-    """Equal bit for bit, through dicts and lists."""
+    """Assert equality bit for bit, also inside dicts and lists."""
     if isinstance(a, dict):
         assert a.keys() == b.keys(), what
         for key in a:
@@ -466,7 +470,8 @@ def assert_bitwise(a: Any, b: Any, what: str) -> None:
 
 
 def assert_near(got: Any, want: Any, what: str, tolerance: float = 1e-5) -> None:
-    """Tensors within `tolerance` of the largest value, through dicts and lists."""
+    """Assert that tensors, also inside dicts and lists, are within `tolerance` of the largest
+    value."""
     if isinstance(want, dict):
         assert got.keys() == want.keys(), what
         for key in want:
@@ -482,20 +487,21 @@ def assert_near(got: Any, want: Any, what: str, tolerance: float = 1e-5) -> None
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of a state_dict's tensors, whole. Collective where it holds DTensors."""
+    """Copy the tensors of a state_dict, whole. Collective if it contains DTensors."""
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
             for k, v in state.items()}
 
 
 def same_bits(got: Result, want: Result, what: str = "runs", replicas: bool = False) -> None:
-    """Outputs, weights and states are equal bit for bit; also replicas, under plans with the same.
-    """
+    """Assert that outputs, weights and states are equal bit for bit; replicas too if both plans
+    have the same ones."""
     for part in ("outputs", "weights", "states", *(["replicas"] if replicas else [])):
         assert_bitwise(getattr(got, part), getattr(want, part), f"{what}: {part}")
 
 
 def _named(case: Case, result: Result) -> dict[str, torch.Tensor]:
-    """Weights, states and, per feature, the outputs of all steps and ranks, as one tensor each."""
+    """Return weights, states and, per feature, the outputs of all steps and ranks, as one tensor
+    each."""
     found = {f"weight {n}": w for n, w in result.weights.items()}
     found |= {f"state {n}": s for n, s in result.states.items()}
     out = torch.cat([o for step in result.outputs for o in step])
@@ -508,11 +514,11 @@ def _named(case: Case, result: Result) -> dict[str, torch.Tensor]:
 
 
 def assert_exact(case: Case, got: Result, fp32: Result, fp64: Result) -> None:
-    """The project's criterion for the same numbers, tensor by tensor.
+    """Check the project's criterion for equal results, tensor by tensor.
 
-    Within 1e-5 of the largest value of the unsharded fp32 run; outputs and weights also not further
-    from the float64 run than 4 times that run (plus half a unit in the last place: rounding the
-    right value is allowed).
+    Results are within 1e-5 of the largest value of the unsharded fp32 run. Outputs and weights are
+    also at most 4 times as far from the float64 run as that run is (plus half a unit in the last
+    place, since rounding the exact value is allowed).
     """
     mine, ref, best = _named(case, got), _named(case, fp32), _named(case, fp64)
     for name in mine:

@@ -1,13 +1,13 @@
-"""``python -m tests.sanitizers``: the native libraries under the compiler's sanitizers.
+"""``python -m tests.sanitizers``: run the native libraries under the compiler's sanitizers.
 
 A copy of the project is built with AddressSanitizer and UndefinedBehaviorSanitizer, or with
-ThreadSanitizer, and the tests that drive the libraries run in it. Under ThreadSanitizer these are
-the tests whose ranks are threads of one process: it knows nothing of memory that processes share.
+ThreadSanitizer, and the tests that use the libraries run in it. With ThreadSanitizer these are the
+tests whose ranks are threads of one process, since it does not see memory that processes share.
 Before the tests, a planted defect of each kind must be found.
 
-Every file of tests has a process of its own, since the first report ends it. All of it is about an
-hour on two busy cores: name `--kind`, a file or a folder for a part, and `--jobs` where there are
-more.
+Every test file runs in a process of its own, which the first report ends. All of it takes about an
+hour on two busy cores: name `--kind`, a file or a folder for a part, or set `--jobs` on a larger
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FAILED, LACKING = 1, 3
 REPORT = "sanitizer-report"
-# Unoptimized enough to build in minutes and to keep every access where it stands in the source.
+# -O1 builds in minutes and keeps memory accesses where the source has them.
 COMMON = "-O1 -g1 -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS"
 
 PLANTED = """
@@ -55,7 +55,7 @@ extern "C" int race(int n) {
 
 @dataclass(frozen=True)
 class How:
-    """Which tests run, what they are started by, and how many files of them at once."""
+    """Which tests run, the command that starts them, and the number of files at a time."""
 
     tests: tuple[str, ...]
     through: list[str]
@@ -67,13 +67,13 @@ class Kind:
     """One way to build and run.
 
     Attributes:
-        flags: of the compiler.
-        libraries: that must be loaded before all others.
-        options: the sanitizers' own environment variables, without where they report to.
-        suppressions: reports that are not about these libraries.
-        planted: functions of `PLANTED` and what the report on each says.
-        tests: that run by default.
-        without: those of them that cannot hold there, and why.
+        flags: flags of the compiler.
+        libraries: libraries that must be loaded before all others.
+        options: the sanitizers' environment variables, except for the path of the report.
+        suppressions: reports that do not concern these libraries.
+        planted: functions of `PLANTED`, and the text of the report on each.
+        tests: tests that run by default.
+        without: those of them that cannot pass under this sanitizer, and why.
     """
 
     flags: str
@@ -85,9 +85,9 @@ class Kind:
     without: dict[str, str]
 
 
-# Tests that take every way through the native code of their package. What is left out is Python's
-# alone, or the same kernels in processes of their own. Of planning, bounds are compared with all
-# plans there are, by Python: what they call is called by the others.
+# Tests that together cover all native code of their package. The other tests run only Python code
+# or the same kernels in several processes. Of planning, the tests that enumerate all plans in
+# Python are left out: the tests below call the same native functions.
 _PLANNING = ("annealing", "branching", "copies", "pins", "properties")
 _DATA = ("fuzz", "generator", "loader", "plain", "preprocessing", "reading", "recipes")
 _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
@@ -95,20 +95,20 @@ _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "e
            "lookup_inputs", "message_bits", "migration", "one_copy", "optimizers", "publication",
            "pull", "quantised_rows", "resolve", "row_dtypes", "traffic",
            "weight_gradients", "wire")
-# Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
-# which ThreadSanitizer sees one at a time, or nothing runs at once.
+# Tests whose ranks or readers are threads of one process. The others run no threads, or run ranks
+# as processes, between which ThreadSanitizer sees no races.
 _THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
              "hostile_peer", "interaction", "lookup_inputs", "message_bits", "migration",
              "one_copy", "optimizers", "publication", "pull", "resolve", "row_dtypes", "threads",
              "traffic", "weight_gradients", "wire")
-# Beside AddressSanitizer, UndefinedBehaviorSanitizer reports to stderr whatever it is told, so that
-# its reports end the process. Leaks are not looked for: Python and torch keep memory until the
-# process ends. Python's own allocator would hide overflows of small blocks, so it is told to leave
-# them to malloc.
+# Together with AddressSanitizer, UndefinedBehaviorSanitizer always reports to stderr, not to a
+# file; so its reports end the process. Leaks are not detected, since Python and torch keep memory
+# until the process ends. PYTHONMALLOC=malloc, since Python's own allocator would hide overflows of
+# small blocks.
 KINDS = {
     "address": Kind(
-        # Checks as calls, and none that a program outlives: kernels compile in two thirds of the
-        # time that checks in place take.
+        # Every defect ends the process. Checks are calls instead of inline code, which makes the
+        # kernels compile in two thirds of the time.
         "-fsanitize=address,undefined -fno-sanitize-recover=all "
         "--param asan-instrumentation-with-call-threshold=0",
         ("libasan.so", "libubsan.so"),
@@ -122,29 +122,29 @@ KINDS = {
          *(f"tests/shmem/test_{name}.py" for name in _TABLES),
          "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_native.py",
          "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"),
-        {"tests/shmem/test_exchange.py::test_batches_change_and_buffers_stop_growing":
+        {"tests/shmem/test_exchange.py::test_buffers_stop_growing_as_batches_change":
          "AddressSanitizer keeps what is freed"}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
         {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},
-        # torch is not compiled with it: its process groups, and how OpenMP's threads hand work to
-        # each other. Ranks with one thread each, the usual ones of these tests, do without OpenMP.
-        # glibc frees what is local to a thread that has ended under a lock that it does not see.
+        # False reports. torch is not compiled with ThreadSanitizer, so the synchronization of its
+        # process groups and of OpenMP's threads is not seen (most of these tests run ranks with
+        # one thread, without OpenMP). Nor is the lock under which glibc frees thread-local memory.
         "race:c10d::\nrace:at::internal::invoke_parallel\nrace:_dl_deallocate_tls\n",
         {"race": "data race"},
         (*(f"tests/shmem/test_{name}.py" for name in _THREADED),
-         "tests/shmem/test_determinism.py::test_slow_ranks_change_nothing",
+         "tests/shmem/test_determinism.py::test_slow_ranks_change_no_bit",
          "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"
          for name in ("heap.py::test_a_rank_can_write_only_its_own_arena",
-                      "migration.py::test_no_room_and_a_move_given_up_leave_nothing")}
-        | {"tests/shmem/test_threads.py::test_a_sharded_module_with_batches_that_are_announced":
+                      "migration.py::test_failed_and_cancelled_moves_release_their_memory")}
+        | {"tests/shmem/test_threads.py::test_a_sharded_module_with_prefetched_batches":
            "evaluation reads rows that are being trained, as it may"}),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, plant, test; returns the exit status."""
+    """Build, check the planted defects, test; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=sorted(KINDS), action="append",
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _files(kind: Kind, tests: Sequence[str], root: Path) -> list[str]:
-    """The files of tests, or the tests that were named, in the order in which they run."""
+    """List the test files, or the tests that were named, in the order in which they run."""
     found: list[str] = []
     for test in tests or kind.tests:
         inside = sorted((root / test).rglob("test_*.py")) if (root / test).is_dir() else []
@@ -204,12 +204,12 @@ def _run(name: str, folder: Path, how: How) -> int:
     _say(name, f"built and planted defects found after {time.monotonic() - began:.0f} s")
     without = [f"--deselect={test}" for test in kind.without]
 
-    # Of Python only: what starts it may not bear another library before its own.
+    # Set for Python only, since the command that starts it may not work with a preloaded library.
     given = [f"{k}={v}" for k, v in environment.items()] + [f"PYTHONPATH={folder}"]
 
     def one(test: str) -> str:
         start = time.monotonic()
-        # -v tells of which test it was the last that the process said something before it ended.
+        # With -v, the output shows which test was running when the process ended.
         done = subprocess.run(
             [*how.through, "env", *given, sys.executable, "-m", "pytest", "-v", "-p",
              "no:cacheprovider", "--capture=sys", *without, test],
@@ -234,7 +234,8 @@ def _run(name: str, folder: Path, how: How) -> int:
 
 
 def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:
-    """A compiler of the project's flags with the kind's after them, where the last -O counts."""
+    """Make a compiler wrapper that adds the kind's flags after the project's, since the last -O
+    counts."""
     found = folder / "compiler"
     text = f'#!/bin/sh\nexec {compiler} "$@" {kind.flags} {COMMON}\n'
     if not found.exists() or found.read_text() != text:
@@ -245,15 +246,15 @@ def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what git tracks or would track, except files already there, so that a second build is
-    short."""
+    """Copy what git tracks or would track, except files that are already there, so that a second
+    build is short."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
                             cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, os.fsdecode(listed).split("\0")):
         source, target = ROOT / name, folder / name
         if not source.is_file():
             continue
-        # By content: another checkout, or one that went back and forth, has newer files.
+        # Compare contents: after a switch of branches, unchanged files may have newer times.
         if target.is_file() and filecmp.cmp(source, target, shallow=False):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +262,7 @@ def copy_project(folder: Path) -> None:
 
 
 def _library(compiler: str, name: str) -> Path | None:
-    """Where the compiler keeps a runtime library."""
+    """Return the path of a runtime library of the compiler."""
     command = [*shlex.split(compiler), f"-print-file-name={name}"]
     found = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     return found if found.is_absolute() else None
@@ -279,7 +280,7 @@ def _environment(kind: Kind, libraries: Sequence[str], folder: Path) -> dict[str
 
 
 def _finds(what: str, text: str, compiler: str, folder: Path, environment: dict[str, str]) -> bool:
-    """Whether a planted defect is reported; its report is removed again."""
+    """Whether a planted defect is reported; its report is then removed."""
     source, library = folder / "planted.cpp", folder / "planted.so"
     source.write_text(PLANTED)
     subprocess.run([*shlex.split(compiler), "-g1", "-O0", "-fPIC", "-shared", str(source), "-o",

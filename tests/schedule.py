@@ -1,7 +1,7 @@
-"""Which tests run when: beside each other, alone, or only in ``make test-nightly``.
+"""Which tests run when: with others, alone, or only in ``make test-nightly``.
 
-A test is left to the night when it takes seconds of a processor and a smaller one of the same
-mechanism, named here, stays in ``make test``.
+A test runs nightly if it takes seconds of processor time and a shorter test of the same mechanism,
+named here, is part of ``make test``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import pytest
 
-# They measure time or take the whole machine: no other test runs beside them.
+# Tests that measure time or use the whole machine; no other test runs at the same time.
 ALONE = (
-    "tests/bench/test_bench_cluster.py",  # links and processors of a stated speed
-    "tests/shmem/test_multi_host.py",  # a machine has one emulated cluster at a time
-    # A thread of low priority prepares what is served: 13 s a test alone, 110 beside others.
+    "tests/bench/test_bench_cluster.py",  # emulates links and processors of a given speed
+    "tests/shmem/test_multi_host.py",  # a machine can emulate one cluster at a time
+    # A thread of low priority prepares deltas: 13 s per test alone, 110 s beside other tests.
     "tests/faults/test_served_deltas.py",
 )
 
-# What is shown on random problems: on the same few in `make test`, on many new ones at night.
+# Tests on random problems: always the same few in `make test`, many new ones at night.
 RANDOM_PROBLEMS = (
     "tests/search/test_random_problems.py::"
     "test_plans_satisfy_their_problem_and_none_is_below_the_bound",
@@ -27,12 +27,12 @@ RANDOM_PROBLEMS = (
     "tests/search/test_unequal_links.py", "tests/search/test_properties.py",
 )
 
-# What depends most on the versions of torch, torchrec and fbgemm: `make test-versions`.
+# Tests that depend most on the versions of torch, torchrec and fbgemm (`make test-versions`).
 VERSIONS = tuple(f"tests/integration/test_{name}.py" for name in (
     "torchrec_modules", "torchrec_plans", "torchrec_world", "torch_modules", "inside_torch",
     "fused_optimizer", "managed_collision", "checkpoint", "checkpoint_torchrec", "inference"))
 
-# They take longest: no worker should be left with one of their files at the end.
+# The slowest files run first, so that none of them still runs when all other workers are done.
 FIRST = tuple(f"tests/{name}" for name in (
     "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "test_demo", "test_docs",
     "test_example"))
@@ -40,12 +40,12 @@ FIRST = tuple(f"tests/{name}" for name in (
 
 @dataclass(frozen=True, slots=True)
 class Nightly:
-    """One test that is left to the night.
+    """A test that only runs nightly.
 
     Attributes:
         test: file and function, ``tests/x.py::test_y``.
-        stays: what of the same mechanism runs in ``make test``.
-        only: a regular expression of the parameters that are left; by default all of them.
+        stays: the test of the same mechanism that ``make test`` runs.
+        only: regular expression of the parameters that run nightly; by default all.
     """
 
     test: str
@@ -128,7 +128,7 @@ NIGHTLY = (
             "two ranks; domains ab and aba", "three"),
     Nightly("tests/shmem/test_desync.py::test_a_rank_that_runs_collections_in_another_order",
             "two ranks", "3"),
-    Nightly("tests/shmem/test_desync.py::test_another_order_between_domains_is_noticed_at_once",
+    Nightly("tests/shmem/test_desync.py::test_another_order_between_domains_is_detected_at_once",
             "two domains", "abc"),
     Nightly("tests/faults/test_faults.py::test_a_rank_stalls",
             "update and migration; a rank is killed at every phase", "outbox|checkpoint write"),
@@ -139,15 +139,16 @@ NIGHTLY = (
     Nightly("tests/integration/test_survivors.py::test_survivors_save_one_step_or_nothing",
             "one loss each at forward and update, of two ranks",
             r".*-barrier-.*|3-outbox-1|3-update-3"),
-    Nightly("tests/integration/test_checkpoint_torchrec.py::test_there_and_back",
+    Nightly("tests/integration/test_checkpoint_torchrec.py::test_checkpoints_between_torchrec_and_oper",
             "table-wise with its state, column-wise", "row_wise-both"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::"
-            "test_the_state_of_a_row_is_the_unsharded_one", "test_column_wise_state_both_ways"),
-    Nightly("tests/integration/test_follow.py::test_many_changes_are_each_a_whole_publication",
+            "test_converted_column_wise_state_equals_table_wise_state",
+            "test_column_wise_state_is_converted_both_ways"),
+    Nightly("tests/integration/test_follow.py::test_many_changes_equal_full_publications",
             "200 changes", "1000"),
-    Nightly("tests/integration/test_checkpoint.py::test_another_world_goes_on",
+    Nightly("tests/integration/test_checkpoint.py::test_another_world_size_resumes",
             "one rank, with chunks and without", ".*-4-.*"),
-    Nightly("tests/integration/test_half_checkpoint.py::test_half_rows_go_anywhere",
+    Nightly("tests/integration/test_half_checkpoint.py::test_16_bit_rows_move_between_plans_and_hosts",
             "one rank; two hosts", "aa-102"),
     Nightly("tests/integration/test_deltas_of_groups.py::test_a_delta_has_the_rows_of_its_step",
             "synchronized every three updates, with a delay and 8 bits", "101-1-0-32"),
@@ -177,7 +178,7 @@ NIGHTLY = (
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Mark tests ``alone`` and ``slow`` as listed above; files that take long come first."""
+    """Mark tests ``alone`` and ``slow`` as listed above, and put files that take long first."""
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     listed = {n.test: n for n in NIGHTLY}
     for item in items:

@@ -1,4 +1,4 @@
-"""Predictors whose scores are known; what tests of serving share."""
+"""Predictors with known scores, and other helpers for tests of serving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def expected(request: Request) -> np.ndarray:
 
 
 class Sums:
-    """Weighted sums of ids; needs no tables. Certain samples make it misbehave."""
+    """A predictor that returns weighted sums of ids, without tables. Certain samples make it
+    misbehave."""
 
     epoch = 1
 
@@ -50,7 +51,7 @@ class Sums:
 
 
 def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = False) -> Request:
-    """A valid request with bags of several lengths, or all of one id."""
+    """Draw a valid request with bags of several lengths, or all of one id."""
     shape = (len(SIGNATURE.features), num_samples)
     lengths = np.ones(shape) if uniform else rng.integers(0, 4, shape)
     lengths = lengths.astype(np.int32)
@@ -62,7 +63,7 @@ def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = F
 
 def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
          path: str = "/v2/models/sums/infer", method: str = "POST") -> tuple[int, Any]:
-    """Status and answer, parsed, of one request to the server of `Sums`."""
+    """Send one request to the server of `Sums`; return the status and the parsed answer."""
     host, port = server.address.split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request(method, path, body, headers or {})
@@ -73,5 +74,5 @@ def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
 
 
 def value_of(metrics: str, name: str) -> float:
-    """Sum over all labels of a metric in Prometheus' text format."""
+    """Sum a metric in the text format of Prometheus over all labels."""
     return sum(float(x) for x in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", metrics, re.M))

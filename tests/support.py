@@ -1,4 +1,4 @@
-"""Helpers of several packages' tests: small plans, hypothesis strategies, real data."""
+"""Helpers for the tests of several packages: small plans, hypothesis strategies, real data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace in the Trace Event format, which Perfetto and Chrome open; checks that it is one."""
+    """Read a trace in the Trace Event format of Perfetto and Chrome, and check its format."""
     def refuse(number: str) -> float:
         raise ValueError(f"{number} is not JSON")
 
@@ -54,7 +54,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def real_data(name: str) -> Path:
-    """A file or folder of real data; skips the test, by name, where it is not."""
+    """Return the path of a file or folder of real data; skip the test if it is missing."""
     folder = os.environ.get("OPER_DATA")
     if not folder:
         pytest.skip(f"{name}: OPER_DATA is not set")
@@ -66,14 +66,14 @@ def real_data(name: str) -> Path:
 
 def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
              ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m oper`` with these words."""
+    """Run ``python -m oper`` with these arguments."""
     return subprocess.run([sys.executable, "-m", "oper", *words], cwd=cwd, capture_output=True,
                           text=True, check=False, timeout=300, env={**os.environ, **(env or {})})
 
 
 def run_here(*words: object, env: dict[str, str] | None = None
              ) -> subprocess.CompletedProcess[str]:
-    """As `run_oper`, in this process, which saves another import of torch."""
+    """Run like `run_oper`, but in this process, which saves an import of torch."""
     arguments = [str(w) for w in words]
     with (mock.patch.dict(os.environ, env or {}), mock.patch.object(logging.root, "handlers", []),
           redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err):
@@ -87,14 +87,15 @@ def run_here(*words: object, env: dict[str, str] | None = None
 @contextmanager
 def serving(model: object, *flags: str, folder: Path = ROOT, env: dict[str, str] | None = None,
             **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """``oper serve`` on any free port in a separate process, which ends with the block.
+    """Run ``oper serve`` on a free port in a separate process, which ends with the block.
 
     Args:
-        model: what is served: a folder, or a function of this project or of a module in `folder`.
-        flags: more of the command.
-        folder: where it runs.
-        env: more of its environment.
-        options: more arguments of `subprocess.Popen`; with any the interpreter is a new one.
+        model: a folder, or a function of this project or of a module in `folder`.
+        flags: further arguments of the command.
+        folder: working folder.
+        env: additional environment variables.
+        options: further arguments of `subprocess.Popen`; if there are any, a new interpreter is
+            started.
     """
     from tests.forked import Forked
 
@@ -110,7 +111,7 @@ def serving(model: object, *flags: str, folder: Path = ROOT, env: dict[str, str]
 
 
 def announced(server: subprocess.Popen[str]) -> dict[str, Any]:
-    """What ``oper serve --json`` prints when it is up: its address and its workers."""
+    """Return what ``oper serve --json`` prints when it is ready: its address and its workers."""
     assert server.stdout is not None
     found: dict[str, Any] = json.loads(server.stdout.readline())
     return found
@@ -126,9 +127,10 @@ def run_command(*words: object) -> int:
 
 
 def damage_record(path: Path, start: bytes) -> None:
-    """Flip one bit in every fourth byte of a run of numbers in a file, which begins with `start`.
+    """Flip one bit in every fourth byte of a sequence of numbers in a file that begins with
+    `start`.
 
-    The file stays an archive that ``torch.load`` takes without a word.
+    ``torch.load`` still accepts the archive without an error.
     """
     data = bytearray(path.read_bytes())
     begin = data.index(start)
@@ -138,23 +140,24 @@ def damage_record(path: Path, start: bytes) -> None:
 
 
 def map_tiers(plan: Plan, change: Callable[[Tier], Tier]) -> Plan:
-    """The plan with ``change(tier)`` in place of each of its tiers."""
+    """Return the plan with ``change(tier)`` in place of each tier."""
     return replace(plan, tables=tuple(replace(t, pieces=tuple(
         replace(p, tiers=tuple(map(change, p.tiers))) for p in t.pieces)) for t in plan.tables))
 
 
 def pushed(plan: Plan) -> Plan:
-    """The plan with all rows pooled by their owners."""
+    """Return the plan with all rows pooled by their owners."""
     return map_tiers(plan, lambda tier: replace(tier, mode="push"))
 
 
 def pulled(plan: Plan) -> Plan:
-    """The plan with all rows read by those who need them."""
+    """Return the plan with all rows gathered by their readers."""
     return map_tiers(plan, lambda tier: replace(tier, mode="pull"))
 
 
 def mixed_plan() -> Plan:
-    """Two ranks, two tables: all placements, a weighted stripe, a column split, a head order."""
+    """Make a plan for two ranks and two tables with all placements, a weighted stripe, a column
+    split and a head order."""
     hot = TableSpec("hot", 10, 8, ("a", "b"))
     wide = TableSpec("wide", 6, 4, ("c",), pooling="mean")
     return Plan(2, (
@@ -170,7 +173,7 @@ def mixed_plan() -> Plan:
 
 @st.composite
 def table_stats(draw: st.DrawFn, num_rows: int = 40) -> TableStats:
-    """Exact statistics of one table of `num_rows` rows."""
+    """Draw exact statistics of one table with `num_rows` rows."""
     def counts(keys: st.SearchStrategy[int], max_size: int) -> tuple[np.ndarray, np.ndarray]:
         pairs = draw(st.dictionaries(keys, st.integers(1, 1 << 40), max_size=max_size))
         ordered = sorted(pairs.items())
@@ -189,14 +192,14 @@ def table_stats(draw: st.DrawFn, num_rows: int = 40) -> TableStats:
 
 @st.composite
 def access_stats(draw: st.DrawFn) -> AccessStats:
-    """Exact statistics of two tables."""
+    """Draw exact statistics of two tables."""
     return AccessStats(draw(st.integers(0, 1 << 40)),
                        {"a": draw(table_stats(40)), "b": draw(table_stats(7))},
                        draw(st.sampled_from(["", "log", "day 1"])), draw(st.booleans()))
 
 
 def counts_by(ids: np.ndarray, counts: np.ndarray) -> dict[int, int]:
-    """Counts by id, to be compared with those of a `Counter`."""
+    """Return counts by id, to be compared with a `Counter`."""
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
@@ -208,7 +211,7 @@ def check_page(page: str) -> None:
 
 
 def wait_for(condition: Any, seconds: float = 180) -> None:
-    """Wait until `condition` holds; fails after a time that suffices on any machine."""
+    """Wait until `condition` holds; fail after a time that suffices on any machine."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"
@@ -216,8 +219,11 @@ def wait_for(condition: Any, seconds: float = 180) -> None:
 
 
 def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
-    """What `run` returns, and (file, function) of each call of ours, those of autograd's threads
-    included. Not of finalizers, which the garbage collector may run at any time."""
+    """Call `run`; return its result, and (file, function) of each call of this project in it.
+
+    Calls on the threads of autograd are included, those of finalizers are not, since the garbage
+    collector may run them at any time.
+    """
     seen: list[tuple[str, str]] = []
     package = str(Path(cli.__file__).parent)
 

@@ -24,13 +24,14 @@ from tests.support import ROOT, run_oper
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
 
 
-# What a Python process tells at its end. Its own processor time: the machine may be busy.
+# Code that prints the loaded heavy modules and the processor time, which does not depend on how
+# busy the machine is.
 TELL = (f"print(json.dumps([[m for m in {HEAVY!r} if m in sys.modules], time.process_time()]), "
         "file=sys.stderr)")
 
 
 def run_code(code: str) -> tuple[set[str], float]:
-    """Heavy modules that a Python process loads, and its processor time, s."""
+    """Return the heavy modules that a Python process loads, and its processor time, s."""
     done = subprocess.run([sys.executable, "-c", f"import json, sys, time\n{code}\n{TELL}"],
                           cwd=ROOT, capture_output=True, text=True, check=True)
     modules, seconds = json.loads(done.stderr.splitlines()[-1])
@@ -38,7 +39,8 @@ def run_code(code: str) -> tuple[set[str], float]:
 
 
 def loaded_by(words: list[str]) -> tuple[set[str], float]:
-    """Heavy modules that a command line loads, and the processor time of the whole process, s."""
+    """Return the heavy modules that a command loads, and the processor time of the entire process,
+    s."""
     return run_code(
         f"from oper.cli import main\ntry:\n    main({words!r})\n"
         "except SystemExit as end:\n    assert end.code == 0")
@@ -47,7 +49,7 @@ def loaded_by(words: list[str]) -> tuple[set[str], float]:
 def test_help_is_fast_and_light() -> None:
     runs = [loaded_by(["--help"]) for _ in range(5)]
     assert all(modules == set() for modules, _ in runs)
-    bare = min(run_code("")[1] for _ in range(5))  # the interpreter's own
+    bare = min(run_code("")[1] for _ in range(5))  # the interpreter alone
     assert min(seconds for _, seconds in runs) - bare < 0.25
 
 
@@ -90,7 +92,8 @@ def test_usage_errors_exit_with_2(words: list[str], capsys: pytest.CaptureFixtur
 
 
 def numeric_flags() -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Words up to a command, flag and metavar of every flag of every command that takes numbers."""
+    """Yield words up to a command, flag and metavar of every flag of every command that takes
+    numbers."""
     def of(parser: argparse.ArgumentParser, words: tuple[str, ...]
            ) -> Iterator[tuple[tuple[str, ...], str, str]]:
         for action in parser._actions:
@@ -105,7 +108,8 @@ def numeric_flags() -> Iterator[tuple[tuple[str, ...], str, str]]:
 
 
 def test_every_flag_is_checked_where_it_is_parsed() -> None:
-    """A plain int or float accepts values that the command refuses later, by another code."""
+    """With a plain int or float, the command would refuse invalid values later, with another exit
+    code."""
     flags = list(numeric_flags())
     assert len(flags) > 40
     assert {(words, flag) for words, flag, kind in flags if kind != "oper.support.flags"} == set()
@@ -119,7 +123,11 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--time-budget", "-1"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--seed", "-1"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--allow", "teleported"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--latency-bound", "5"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--objective", "inference",
+     "--latency-bound", "5", "--request-rate", "9", "--start", "q"],
     ["explain", "p", "--what-if", "memory=+x"], ["explain", "p", "--overlap", "forward"],
+    ["explain", "p", "--what-if", "link=x2", "--diff", "q"],
     ["explain", "p", "--world-size", "0"], ["explain", "p", "--world-size", "2000"],
     ["simulate", "p", "--steps", "0"],
     ["simulate", "p", "--in-flight", "0"], ["simulate", "p"],
@@ -159,7 +167,7 @@ def test_the_same_value_in_a_file_is_a_failure(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], int]], None]]:
-    """Makes ``oper try`` run a function."""
+    """Make ``oper try`` run a function."""
     def install(body: Callable[[], int]) -> None:
         module = types.ModuleType("try_verb")
         vars(module).update(configure_try=lambda parser: None,
@@ -244,7 +252,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
 
 @pytest.mark.parametrize("words", ["doctor", "--version", "explain nothing.json"])
 def test_a_closed_stdout_is_one_error(words: str) -> None:
-    """Reported before the work, not after it, and never as success."""
+    """The error is reported before the work and not after it, and never as success."""
     done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m oper {words} >&-"], cwd=ROOT,
                           stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
@@ -261,7 +269,7 @@ def test_a_closed_stderr_leaves_stdout_to_results() -> None:
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
     "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_names_that_are_no_text_are_shown_by_their_bytes(locale: dict[str, str]) -> None:
-    """Not by Python's surrogates, from which the file could not be found."""
+    """Not by Python's surrogates, from which the name of the file cannot be determined."""
     done = subprocess.run([sys.executable, "-m", "oper", "explain", b"/no/\xff.json"], cwd=ROOT,
                           capture_output=True, check=False, env={**os.environ, **locale})
     assert done.returncode == 1
@@ -300,7 +308,7 @@ def test_doctor_finds_the_cpu_path_working() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the import of slow optional packages."""
+    """Avoid the import of slow optional packages."""
     monkeypatch.setattr(doctor, "_OPTIONAL", {})
 
 

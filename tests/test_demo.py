@@ -23,7 +23,7 @@ def test_demo_on_a_given_log(tmp_path: Path) -> None:
     cardinalities = tuple(5 + 37 * k for k in range(26))
     log = write_synthetic_log(tmp_path / "clicks.txt.gz",
                               SyntheticLog(6_000, 3, cardinalities, effect=3.0))
-    os.unlink(f"{log}.about.json")  # for the demo it is somebody's log now
+    os.unlink(f"{log}.about.json")  # without it, the demo takes the log for real data
     done = run_oper("demo", "--quick", "--data", str(log), "--out", str(tmp_path / "out"), "--json",
                     str(tmp_path / "demo.json"))
     assert done.returncode == 0, done.stderr

@@ -45,9 +45,11 @@ DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 
 
 def third_party(text: str, optional: bool = False) -> set[str]:
-    """Distributions that a program imports or looks for, anywhere in it: in functions, for type
-    checkers only, and in programs that it holds as text; `optional` ones are those without which a
-    test is skipped."""
+    """Return the distributions that a program imports or looks for, anywhere in it: in functions,
+    for type checkers only, and in programs that it contains as text.
+
+    With `optional`, return only those without which a test is skipped.
+    """
     calls = {"import_module", "__import__", "find_spec", *(["importorskip"] if optional else [])}
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
@@ -87,7 +89,7 @@ DIRECT = {extra: names(r) for extra, r in PROJECT["optional-dependencies"].items
 
 
 def including(extra: str) -> set[str]:
-    """The extra and all that it includes."""
+    """Return the extra and all extras that it includes."""
     parts = re.findall(r"oper\[(.*?)\]", " ".join(PROJECT["optional-dependencies"][extra]))
     return {extra}.union(*(including(e) for part in parts for e in part.split(",")))
 
@@ -99,7 +101,7 @@ def extras_of(module: str) -> tuple[str, ...]:
 
 @functools.cache
 def uses(optional: bool = False) -> list[tuple[str, str]]:
-    """Every module with every distribution that it uses."""
+    """List every module with every distribution that it uses."""
     return [(module, name) for module, path in sources().items()
             for name in sorted(third_party(path.read_text(encoding="utf-8"), optional))]
 

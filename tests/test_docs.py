@@ -31,9 +31,9 @@ from tests.support import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SKIPPED = "# Not run by the tests: "
 PYTHON, SHELL = ("python",), ("console", "sh", "bash")
-FILES = ("toml", "json", "yaml")  # data: written where a title names a file, else only shown
+FILES = ("toml", "json", "yaml")  # data; written to a file if the title names one
 TIMEOUT_S = 300
-# What pages other than tutorials find in their folder, and the commands that make it.
+# Commands that make the files which pages other than tutorials expect in their folder.
 WORKSPACE = """
 python make_criteo.py && python make_csv.py
 oper preprocess criteo-kaggle train.txt -o data
@@ -55,7 +55,7 @@ with open("clicks.csv", "w") as file:
         file.write(f"{1700000000 + 60 * k},u{random.randrange(90)},i{random.randrange(70)},"
                    f"a|b{k % 5},{random.randrange(2)}\\n")
 """
-# What a page's Python takes for granted.
+# Names that a page's Python code uses without defining them.
 MODEL = """
 import torch, oper
 from torch import nn
@@ -99,7 +99,7 @@ def runs(block: Block) -> bool:
 
 
 class Shell:
-    """One shell for all commands of a page, whose processes and variables stay for later blocks."""
+    """A shell for all commands of a page, whose processes and variables remain for later blocks."""
 
     def __init__(self, folder: Path) -> None:
         tools = folder.parent / "bin"
@@ -115,11 +115,11 @@ class Shell:
             stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
 
     def run(self, text: str) -> str:
-        """Run commands, each of which must succeed; their output."""
+        """Run commands, each of which must succeed; return their output."""
         return self._answer(f"set -e\n{text}\nset +e; echo '<done>'\n", text)
 
     def _answer(self, words: str, text: str) -> str:
-        """What is printed after `words`, which run `text`, until ``<done>``."""
+        """Return what is printed after `words`, which run `text`, until ``<done>``."""
         assert self._bash.stdin and self._bash.stdout
         timer = threading.Timer(TIMEOUT_S, self.close)
         timer.start()
@@ -136,7 +136,7 @@ class Shell:
         pytest.fail(f"the block\n{text}\nfailed:\n{''.join(lines)}")
 
     def close(self) -> None:
-        """End the shell with all that it has started."""
+        """End the shell and all processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._bash.pid, signal.SIGKILL)
         self._bash.wait()
@@ -157,7 +157,7 @@ for size in iter(sys.stdin.readline, ""):
 
 
 class Interpreter(Shell):
-    """One Python process for all Python blocks of a page."""
+    """A Python process for all Python blocks of a page."""
 
     def __init__(self, folder: Path) -> None:
         (folder.parent / "prompt.py").write_text(PROMPT)
@@ -192,7 +192,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_page(page: Path, folder: Path) -> dict[int, str]:
-    """Run the blocks of a page in `folder`; the output of each by its line."""
+    """Run the blocks of a page in `folder`; return the output of each by its line."""
     printed = {}
     with opened(Shell, folder) as shell, opened(Interpreter, folder) as interpreter:
         if "tutorials" not in page.parts and page.name != "README.md":

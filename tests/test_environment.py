@@ -72,7 +72,7 @@ def test_valid_values_of_variables_are_accepted(name: str, text: str,
 
 
 def test_nothing_begins_with_nonsense() -> None:
-    """Neither a command, which may never come to use it, nor one rank's `oper.shard`."""
+    """Neither a command, even if it does not use the variable, nor `oper.shard` on one rank."""
     name, text = "OPER_DEADLINE_S", "abc"
     done = run_oper("explain", "nothing.json", env={name: text})
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
@@ -104,7 +104,7 @@ def test_doctor_calls_nonsense_a_problem() -> None:
 
 
 def test_kernels_that_are_not_in_use_are_told() -> None:
-    """As on a processor without them, or when the variable comes too late."""
+    """If the processor lacks them, or if the variable was set too late."""
     program = ("import os, torch\nfrom oper.shmem import library\nlibrary.register()\n"
                "used = torch.ops.oper.kernel_name()\n"
                "os.environ['OPER_CPU_KERNELS'] = used\nlibrary.load()\n"

@@ -1,4 +1,4 @@
-"""Checked files: read as written, refused if damaged, never written in part."""
+"""Checked files: read as written, refused if damaged, never written partially."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_past_the_cache_the_file_is_the_same(path: Path, tmp_path: Path) -> None
 def test_a_file_that_leaves_the_cache_is_written_to_disk_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel drops only pages that are on the disk already."""
+    """The kernel only drops pages that are already on the disk."""
     calls = []
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("fsync", os.fstat(fd).st_size)))
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *args: calls.append(args))
@@ -91,7 +91,7 @@ def test_round_trip(path: Path) -> None:
 
 
 def test_files_are_ordinary_archives(tmp_path: Path) -> None:
-    """Names, sizes and sums, of members whose names are not ASCII, too."""
+    """Check names, sizes and checksums, also of members with non-ASCII names."""
     path = tmp_path / "z.npz"
     write_arrays(path, KIND, 2, {"größe": np.arange(70_000), "none": np.zeros(0)}, {})
     with zipfile.ZipFile(path) as archive:
@@ -198,7 +198,7 @@ def test_a_small_member_that_claims_much_is_refused(path: Path) -> None:
 
 
 def test_a_member_may_have_more_padding(path: Path) -> None:
-    """NumPy's versions differ in how much."""
+    """NumPy's versions differ in the amount."""
     whole = npy(ARRAYS["ids"])
     padded = whole[:8] + (180).to_bytes(4, "little") + whole[12:127] + b" " * 64 + whole[127:]
     assert np.array_equal(np.load(io.BytesIO(padded)), ARRAYS["ids"])

@@ -28,8 +28,8 @@ LEAVES = frozenset({"errors", "ranges", "support", "tables", "stats", "topology"
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data", "tracing"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
-# Who may import whom inside the package; a package may always import itself. Taking a name from the
-# package's lazy public face counts as importing the module where it lives.
+# The packages that each package may import besides itself. Importing a name from `oper`, which
+# loads lazily, counts as importing the module that defines it.
 PACKAGES: dict[str, frozenset[str]] = {
     **{leaf: LEAVES for leaf in LEAVES},
     "analysis": LEAVES,
@@ -51,16 +51,16 @@ PACKAGES: dict[str, frozenset[str]] = {
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),
 }
-# Packages inside a package: each may import those before it.
+# Subpackages of a package; each may import those before it.
 LAYERS = {"shmem": ("optim", "placement", "group", "memory", "keys", "exchange", "counters",
                     "publication", "device", "replica_groups")}
 TORCHREC_PACKAGES = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
                             "bench"})
-# Who may import a library that is slow to load or belongs to one package.
+# The packages that may import a library that loads slowly or belongs to one package.
 LIBRARIES: dict[str, frozenset[str]] = {
     "torchrec": TORCHREC_PACKAGES,
     "fbgemm_gpu": TORCHREC_PACKAGES,
-    "cvxpy": frozenset(),  # states the relaxation for tests
+    "cvxpy": frozenset(),  # only tests use it, to formulate the relaxation
     "highspy": frozenset({"search"}),
     "matplotlib": frozenset({"report"}),
     "jinja2": frozenset({"report"}),
@@ -68,7 +68,7 @@ LIBRARIES: dict[str, frozenset[str]] = {
 LEAF_LIBRARIES = frozenset({"numpy"})
 MAX_LINES, MAX_FILES = 550, 15  # of a file, and directly in a folder
 MAX_PARAMETERS = 7
-# The public calls, and torch operators, whose parameters are tensors and numbers.
+# Public functions, and torch operators, whose parameters can only be tensors and numbers.
 MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search.planner.make_plan",
                    "oper.shmem.compiled.lookup_op", "oper.shmem.compiled.update_op",
                    "oper.shmem.compiled._"}
@@ -83,19 +83,20 @@ def package_of(module: str) -> str:
 
 
 def public_face(name: str) -> list[str]:
-    """What importing `name` from the package gives: a module, or the module that defines it."""
+    """Return what importing `name` from the package refers to: a module, or the module that defines
+    the name."""
     return [] if name == "__version__" else [oper._PUBLIC.get(name, f"oper.{name}")]
 
 
 def imported_from(module: str, node: ast.ImportFrom) -> str:
-    """Full name of what comes after ``from`` in a statement of `module`."""
+    """Return the full name of what follows ``from`` in a statement of `module`."""
     package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(
         ".")[0]
     return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def imported(module: str, tree: ast.AST) -> Iterator[str]:
-    """Full names of all modules that `module` imports, anywhere in its text."""
+    """Yield the full names of all modules that `module` imports, anywhere in its text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name != "oper")
@@ -173,15 +174,16 @@ def test_broken_rules_are_noticed_and_kept_ones_accepted() -> None:
 
 
 def internal_imports(module: str, source: str) -> set[str]:
-    """Modules of the package that `module` imports, also in functions and for type checkers only.
+    """Return the modules of the package that `module` imports, also in functions and for type
+    checkers only.
 
-    The package's own lazy face is left out: it refers to everything and is loaded before all.
+    The package's own lazy face is left out, since it refers to everything and is loaded before all.
     """
     found = set(imported(module, ast.parse(source)))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             base = imported_from(module, node)
-            # Of names that are modules these, not their packages.
+            # `from package import module` imports the module; its package does not count.
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= names & set(MODULES)
             if names <= set(MODULES):
@@ -244,7 +246,7 @@ def test_signatures_stay_small() -> None:
 
 
 def test_import_is_fast_and_light() -> None:
-    """Processor time, best of several processes: the machine may be busy, the import not slow."""
+    """Processor time, the best of several processes, since the machine may be busy."""
     code = ("import json, sys, time; t = time.process_time(); import oper; "
             "print(json.dumps([time.process_time() - t, sorted(sys.modules)]))")
     seconds = []

@@ -97,7 +97,7 @@ def test_ids_are_assigned_by_count() -> None:
     room = np.minimum(num, rng.integers(0, 60, levels.size))
     first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
     given = np.zeros(levels.size, np.int64)
-    found = np.concatenate([native.deal(part, (levels, room, first), given)
+    found = np.concatenate([native.assign_ids(part, (levels, room, first), given)
                             for part in np.array_split(counts, 7)])
     for k, level in enumerate(levels):
         want = [*range(first[k], first[k] + room[k])] + [0] * (num[k] - room[k])

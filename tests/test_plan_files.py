@@ -203,8 +203,8 @@ def test_a_plan_fits_only_its_model_and_world() -> None:
                                         r"--optimizer sgd"):
         planned.check_for([replace(mine, optimizer="sgd")], 2)
     planned.check_for([replace(mine, optimizer="none")], 2)  # for inference
-    plan.check_for([replace(mine, optimizer="sgd")], 2)  # written by hand, tells no time
-    with pytest.raises(PlanError, match="does not know a table: table='u'"):
+    plan.check_for([replace(mine, optimizer="sgd")], 2)  # no step time: written by hand
+    with pytest.raises(PlanError, match="lacks a table: table='u'"):
         plan.table("u")
 
 
@@ -234,10 +234,10 @@ def test_a_weighted_deal_is_exact_even_and_begins_in_order(weights: list[int]) -
     pattern = Tier(0, 1, "striped", ranks, tuple(weights)).pattern()
     total = sum(weights)
     assert [pattern.count(r) for r in ranks] == weights
-    assert tuple(pattern[:len(ranks)]) == ranks  # the order says who has the hottest rows
+    assert tuple(pattern[:len(ranks)]) == ranks  # the hottest rows go to the ranks in this order
     for turn in range(1, total + 1):
         for rank, weight in enumerate(weights):
-            # Never more than a few rows away from the ideal share of the rows dealt so far.
+            # A rank is never more than a few rows away from its ideal share of the rows so far.
             assert abs(pattern[:turn].count(rank) - weight * turn / total) < len(weights)
 
 

@@ -31,7 +31,7 @@ TOPOLOGY = Topology("two", tuple(
 
 
 class _Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -40,11 +40,11 @@ class _Clock:
 
 
 class _Run:
-    """A sharded bag whose steps take as long as the test says; one rank of two hosts.
+    """A sharded bag whose steps take as long as the test specifies; one rank of two hosts.
 
     Attributes:
         asked: how often the links were measured.
-        moves: plans that were moved to.
+        moves: plans to which the tables were moved.
     """
 
     def __init__(self, rank: int, links: Callable[[int], Sequence[float]]) -> None:
@@ -65,7 +65,7 @@ class _Run:
 
     def _measure(self) -> Sequence[float]:
         self.asked += 1
-        self.clock.now += 0.05  # what measuring takes
+        self.clock.now += 0.05  # the time that measuring takes
         return self._links(self.asked)
 
     def train(self, kind: str, num_steps: int) -> list[Event]:
@@ -89,8 +89,11 @@ def _name(run: _Run) -> str:
 
 
 def _told(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
-    """A stand-in for `replan` with stated old and new steps and time of the move, in us; its plan
-    is a real one, for other links."""
+    """Make a stand-in for `replan` that returns stated step times of old and new plan, and the time
+    of the move, in us.
+
+    Its plan is a real one, for other links.
+    """
     real = decision.replan
 
     def told(plan: Any, stats: Any, topology: Topology, **options: Any) -> Any:
@@ -102,7 +105,8 @@ def _told(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
 
 def _moves_when_it_has_paid(rank: int, world_size: int) -> dict[str, Any]:
     run = _Run(rank, lambda n: [FAST, SLOW])
-    # 2 ms a step saved, 30 ms to move: 15 steps, which the window of steps 12 to 16 reaches.
+    # Moving takes 30 ms and saves 2 ms per step: it pays after 15 steps, in the window of steps
+    # 12 to 16.
     watch.replan = _told(20e3, 18e3, 30e3)
     first = run.train("usual", 3 * WINDOW + 1)
     before = run.model.tables.read(_name(run))
@@ -121,8 +125,8 @@ def _moves_when_it_has_paid(rank: int, world_size: int) -> dict[str, Any]:
 def test_tables_move_when_the_old_plan_has_cost_what_the_move_costs() -> None:
     for found in run_world(2, _moves_when_it_has_paid):
         assert found["first"] == [] and found["changed"]
-        # The first slow window is looked at: 4 steps of 20 ms more are above 0 s, what measuring
-        # is known to take.
+        # The first slow window triggers a measurement: its 4 steps took 80 ms longer than usual,
+        # and measuring is assumed to take 0 s until it has been timed.
         assert found["kinds"] == [("better plan", 4 * WINDOW)]
         assert found["asked"] == 1
         assert (found["moved"], found["moved_at"]) == ("moved", 7 * WINDOW)
@@ -151,7 +155,7 @@ def _other_programs(rank: int, world_size: int) -> dict[str, Any]:
     run = _Run(rank, lambda n: [FAST, FAST * 0.97])
     run.train("usual", 3 * WINDOW)
     first = run.train("slow", 6 * WINDOW)
-    # Measuring has taken 50 ms: changes of 20 ms a step add up to that within a window again.
+    # Measuring has taken 50 ms: a change of 20 ms per step exceeds that within a window again.
     second = run.train("usual", 6 * WINDOW)
     return {"kinds": [e.kind for e in first + second], "asked": run.asked}
 
@@ -179,18 +183,18 @@ def _no_plan(rank: int, world_size: int) -> tuple[list[str], int, bool]:
 
 
 def test_all_ranks_learn_once_that_there_is_no_plan() -> None:
-    """Only rank 0 plans; the others do not wait for it, and training continues."""
+    """Only rank 0 plans; the other ranks do not wait for it, and training continues."""
     assert run_world(2, _no_plan) == [(["no plan fits"], 1, True)] * 2
 
 
 def _fails(rank: int, world_size: int, case: str) -> tuple[str, float]:
     run = _Run(rank, lambda n: [FAST, SLOW])
     replanner: Any = run.watch
-    if case == "options":  # which only rank 0 passes on
+    if case == "options":  # only rank 0 uses them
         replanner._plan_options = {"no_such_option": 1}
     elif case == "links":
         run._links = lambda n: [FAST] * 3
-    else:  # the ranks measure differently; what rank 0 has found counts
+    else:  # the ranks measure different speeds; those of rank 0 count
         run._links = lambda n: [FAST, FAST * (0.1 if rank else 0.97)]
     run.train("usual", 3 * WINDOW)
     if case == "differ":
@@ -208,7 +212,7 @@ def test_all_ranks_learn_of_an_error_of_one(case: str, word: str) -> None:
 
 
 def _counted(rank: int, world_size: int) -> dict[str, Any]:
-    """Bytes that a real move sends, and the predicted ones."""
+    """Return the bytes that a real move sends, and the predicted ones."""
     run = _Run(rank, lambda n: [FAST, SLOW])
     tables = run.model.tables
     old = tables.plan
@@ -219,7 +223,7 @@ def _counted(rank: int, world_size: int) -> dict[str, Any]:
     exchange = transport.exchange
 
     def counting(send: Any, send_bytes: list[int], recv: Any, recv_bytes: list[int]) -> None:
-        heads = set(send_bytes) == {1024}  # what ranks tell each other before every exchange
+        heads = set(send_bytes) == {1024}  # the headers that precede every exchange
         sent[0] += 0 if heads else send_bytes[1 - rank]
         exchange(send, send_bytes, recv, recv_bytes)
 

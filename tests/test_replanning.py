@@ -1,4 +1,4 @@
-"""`oper.replan`: drift is seen, priced and weighed against the move."""
+"""`oper.replan`: drift is detected, priced, and compared with the cost of a move."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from oper.topology import Costs, Domain, Topology
 ROWS = 20_000
 TABLES = [TableSpec("a", ROWS, 64, ("fa",), optimizer="none"),
           TableSpec("b", ROWS, 32, ("fb",), optimizer="none")]
-# Ranks with memories of their own, room for a few replicas, slow links: serving wants hot rows
-# near.
+# Each rank has its own memory with space for a few replicas, and links are slow, so that hot rows
+# should be replicated.
 TOPOLOGY = Topology("two", tuple(
     Domain((r,), 0, 6_000_000, 400.0, 800.0, 1 << 20, 20.0, 20.0) for r in range(2)),
     Costs(0.1))
 
 
 def stats(shift: int) -> AccessStats:
-    """Skewed accesses whose hot rows begin at `shift`."""
+    """Make skewed access statistics whose hot rows begin at `shift`."""
     counts = (1e6 / np.arange(1, ROWS + 1) ** 1.2).astype(np.int64)
     ids = (np.arange(ROWS) * 7919 + shift) % ROWS
     lengths = (np.array([4]), np.array([int(counts.sum()) // 4]))
@@ -62,7 +62,7 @@ def test_distance_is_total_variation() -> None:
 
 
 def test_distance_of_cut_tails() -> None:
-    """Rows outside a head are assumed equal; the shares of the head still count."""
+    """Rows outside a head are assumed equal; the shares of the head count exactly."""
     table = stats(0).tables["a"]
     cut = replace(table, head_ids=table.head_ids[:100], head_counts=table.head_counts[:100],
                   tail_values=np.array([int(table.head_counts[100:].mean())]),
@@ -83,7 +83,7 @@ def test_without_drift_nothing_pays(old_plan: Plan) -> None:
     assert found.moved_bytes == 0
     assert found.new_step_us == pytest.approx(found.old_step_us)
     assert found.break_even_steps == float("inf")
-    # And the plan costs what it was planned to cost.
+    # The step time is the one that was planned.
     assert found.old_step_us == pytest.approx(old_plan.step_us, rel=0.05)
 
 
@@ -101,14 +101,15 @@ def test_drift_costs_and_a_new_plan_pays(old_plan: Plan) -> None:
     assert found.old_step_us > 2 * old_plan.step_us, "hot rows have left their tiers"
     assert found.new_step_us == pytest.approx(old_plan.step_us, rel=0.05)
     assert found.moved_bytes > 0
-    # 20 GB/s between the two ranks' memories, each of which sends half of what is read.
+    # The link between the two ranks' memories has 20 GB/s; each sends half of the bytes read.
     assert 0 < found.network_bytes / 2 / 20e3 <= found.copy_us - found.copied_bytes / 2e3
     gain = found.old_step_us - found.new_step_us
     assert found.break_even_steps * gain == pytest.approx(found.copy_us)
 
 
 def test_ids_in_hotness_order_that_no_longer_are() -> None:
-    """Preprocessed ids: the plan's order is the id itself, and drift makes it wrong as well."""
+    """With preprocessed ids, the order of the plan is the id itself, which drift invalidates, too.
+    """
     counts = (1e6 / np.arange(1, ROWS + 1) ** 1.2).astype(np.int64)
     lengths = (np.array([4]), np.array([int(counts.sum()) // 4]))
 
@@ -134,7 +135,7 @@ def test_moved_bytes_are_those_whose_owner_changes() -> None:
     owned = TablePlan(spec, (Piece(0, 16, (Tier(0, ROWS, "owned", (0,)),)),
                              Piece(16, 64, (Tier(0, ROWS, "owned", (1,)),))))
     assert _moves(striped, striped, [0, 1]).owner_bytes == 0
-    # Half of the rows of either piece, each with its copy of a row-wise state.
+    # Half of the rows of both pieces move, each with its copy of a row-wise state.
     assert _moves(striped, owned, [0, 1]).owner_bytes == ROWS // 2 * ((16 + 48) * 4 + 4 + 4)
     large = replace(spec, num_rows=10_000_000)
     before = uniform_plan([large], 2).tables[0]
@@ -143,7 +144,7 @@ def test_moved_bytes_are_those_whose_owner_changes() -> None:
 
 
 def test_bytes_between_domains_are_counted_by_row() -> None:
-    """Against one loop over rows, ranks and domains."""
+    """Compare with a loop over rows, ranks and domains."""
     spec = replace(TABLES[0], num_rows=300, dim=8, optimizer="rowwise_adagrad")
     head = np.random.default_rng(0).permutation(300)[:40]
     old = TablePlan(spec, (Piece(0, 8, (Tier(0, 40, "replicated", (0, 1, 2)),
@@ -173,7 +174,7 @@ def test_bytes_between_domains_are_counted_by_row() -> None:
 
 
 def test_positions_of_the_old_plan_are_used(old_plan: Plan) -> None:
-    """The relabelled problem has each row where the plan puts it."""
+    """The relabelled problem has each row at its position in the plan."""
     from oper.replanning.decision import _by_position
 
     entry, found = old_plan.table("a"), stats(11).tables["a"]

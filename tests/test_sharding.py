@@ -1,4 +1,4 @@
-"""`oper.shard`: what it replaces, what it refuses and by which name, and the plan that it makes."""
+"""`oper.shard`: what it replaces, what it refuses by name, and the plan that it makes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tables_of_one_name_in_two_collections() -> None:
     batch = {"f": (torch.tensor([1, 9, 9]), torch.tensor([1, 2]))}
     stats = oper.collect([batch], model)
     assert list(stats.tables) == ["a.t", "b.t"]
-    # One after the other and from statistics: the names stay those of the whole model.
+    # Modules sharded one after the other from statistics keep the names of the whole model.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         oper.shard(model, stats, modules=["b"], optimizer=SGD)
@@ -124,7 +124,7 @@ def test_options_that_are_refused_by_name(option: str, value: Any) -> None:
 
 
 def test_memory_shared_with_a_trained_parameter_is_refused() -> None:
-    """In torch, training one of them changes the other."""
+    """In torch, training one of them changes the other one."""
     weight = nn.Parameter(torch.zeros(20, 4), requires_grad=False)
     copies = [nn.Embedding.from_pretrained(weight) for _ in range(2)]
     frozen = oper.shard(nn.ModuleList(copies), optimizer=SGD)
@@ -141,12 +141,12 @@ def test_shared_parameters_are_refused_by_both_names() -> None:
     model["second"].weight = model["first"].weight
     with pytest.raises(InvalidInputError, match=r"first\.weight.*second\.weight"):
         oper.shard(model, plan=plan(("first", 20, 4), ("second", 20, 4)), optimizer=SGD)
-    # Tied to a dense layer: just as wrong, and named.
+    # A weight tied to a dense layer is refused, too, and the error names both.
     model = nn.ModuleDict({"first": bag(), "head": nn.Linear(4, 20, bias=False)})
     model["head"].weight = model["first"].weight
     with pytest.raises(InvalidInputError, match=r"first\.weight.*head\.weight"):
         oper.shard(model, plan=plan(("first", 20, 4)), optimizer=SGD)
-    # The same module twice is the same table twice.
+    # So is the same module in two places.
     shared = bag()
     with pytest.raises(InvalidInputError, match=r"a\.weight.*b\.weight"):
         oper.shard(nn.ModuleDict({"a": shared, "b": shared}), optimizer=SGD)
@@ -223,7 +223,7 @@ def test_without_statistics_one_warning_and_a_plan_by_size() -> None:
         oper.shard(model, optimizer=SGD)
     about = [str(w.message) for w in caught if "stat" in str(w.message)]
     assert len(about) == 1, about
-    assert caught[0].filename == __file__  # the line that could pass statistics
+    assert caught[0].filename == __file__  # the line that calls `shard` without statistics
     model.users(torch.tensor([[1, 2]])).sum().backward()
 
 
@@ -296,7 +296,7 @@ def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str
 
 
 def test_a_forked_child_reads_and_changes_nothing() -> None:
-    """Its arenas are its parent's, so it would write the parent's rows."""
+    """A child has its parent's arenas, so it would write to the parent's rows."""
     sharded = oper.shard(bag(), plan=plan(("weight", 20, 4)), optimizer=SGD)
     before = sharded.state_dict()["weight"].clone()
     passed = sharded(torch.tensor([[1]]))

@@ -114,7 +114,7 @@ def test_derived_numbers(stats: TableStats) -> None:
 
 
 def test_numbers_with_a_tail() -> None:
-    """Two rows in the head, then three rows seen once, four never."""
+    """Two rows are in the head, three more are seen once, and four never."""
     stats = TableStats(9, np.array([5, 2]), np.array([10, 7]), np.array([0, 1]), np.array([4, 3]),
                        np.array([0, 2]), np.array([2, 10]))
     assert stats.num_accesses == 20

@@ -55,7 +55,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert topology.domain_of() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     first, last = topology.domains[0], topology.domains[-1]
     assert (first.memory_bytes, first.cache_bytes, first.cross_gbps) == (80 * 10**9, 50 << 20, 45)
-    # What is not stated follows from what is.
+    # Missing values are derived from the given ones.
     assert (last.cache_gbps, last.link_gbps, last.cross_gbps, last.cache_bytes) == (
         10.5, 10.5, 10.5, 0)
     assert topology.costs == Costs(phase_us=10)

@@ -32,7 +32,7 @@ Bars = list[dict[str, Any]]
 
 
 def read(path: Path) -> tuple[dict[str, Any], Bars]:
-    """The trace, and its bars."""
+    """Return the trace, and its bars."""
     trace = read_trace(path)
     return trace, [e for e in trace["traceEvents"] if e["ph"] == "X"]
 
@@ -46,7 +46,7 @@ def ns(us: float) -> int:
 
 
 def assert_nested(bars: Bars) -> None:
-    """Bars of one thread follow or hold each other."""
+    """Assert that bars of one thread are disjoint or nested."""
     open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
     for bar in bars:
         ends, begin = open_until[bar["pid"], bar["tid"]], ns(bar["ts"])
@@ -62,7 +62,7 @@ def assert_nested(bars: Bars) -> None:
 
 def steps_of(rank: int, world_size: int, path: Path, steps: Any, count: int
              ) -> list[tuple[dict[str, int], int]]:
-    """Train `count` steps, some of which are traced; the clock and the bytes sent of each."""
+    """Train `count` steps, some of them traced; return the clock and the bytes sent after each."""
     collection = make_collection()
     model: Any = oper.shard(collection, plan=plan_for(collection, world_size, "mixed1"),
                             optimizer=oper.RowWiseAdagrad(lr=0.1))
@@ -91,7 +91,7 @@ def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
     phases = [b for b in bars if b["cat"] == "phase"]
     assert Counter((b["tid"], b["args"]["step"], b["name"]) for b in phases) == Counter(
         (rank, step, name) for rank in range(2) for step in (2, 3, 4) for name in PHASES)
-    for b in phases:  # the runtime's own clock, to the nanosecond
+    for b in phases:  # equal to the runtime's own times, to the nanosecond
         clock, _ = ranks[b["tid"]][b["args"]["step"] - 1]
         assert ns(b["dur"]) == clock[b["name"]], b
     assert {b["name"] for b in bars if b["cat"] == "detail"} == (
@@ -111,7 +111,7 @@ def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
 
 
 def test_ranks_wait_for_each_other_in_the_trace(tmp_path: Path) -> None:
-    """The spans of one host's ranks share a clock: none updates before all have reduced."""
+    """The bars of one host's ranks share a clock: no rank updates before all have reduced."""
     with virtual_ranks() as local:
         def body(group: Any) -> None:
             local.group = group
@@ -151,7 +151,7 @@ def _into_no_folder(rank: int, world_size: int, path: Path) -> str:
         with oper.trace(bag, path):
             bag(torch.tensor([[1, 2]])).sum().backward()
     except OSError as error:
-        bag(torch.tensor([[1, 2]])).sum().backward()  # nobody is lost
+        bag(torch.tensor([[1, 2]])).sum().backward()  # collective: both ranks still work together
         return type(error).__name__
     return "none"
 
@@ -301,7 +301,7 @@ def test_the_kernels_keep_no_more_than_they_are_told(tmp_path: Path) -> None:
     assert all(s.begin_ns <= s.end_ns and s.thread == threading.get_native_id() for s in spans)
 
 
-@pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9)])
+@pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9), 5])
 def test_steps_that_cannot_be(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="first <= last"):
         oper.trace(two_bags(), tmp_path / "t.json", steps)
@@ -325,7 +325,7 @@ def test_what_cannot_be_traced(tmp_path: Path) -> None:
             pass
         train(model, 1)
     assert len(read(path)[1]) == 2 * 2 * len(PHASES)
-    model.a.tables.times_phases = False  # as in device memory
+    model.a.tables.times_phases = False  # as for tables in device memory
     with pytest.raises(OperError, match=r"torch\.profiler"):
         oper.trace(model, path)
 
@@ -335,7 +335,8 @@ def test_what_cannot_be_traced(tmp_path: Path) -> None:
 
 def collectives(ahead: Sequence[int], rounds: int, delay: Callable[[], int]
                 ) -> list[list[tuple[int, int]]]:
-    """Notes of ranks with such clocks: each begins at some time and ends after all have begun."""
+    """Simulate collectives of ranks with these clocks: each begins at some time and ends after all
+    have begun."""
     marks: list[list[tuple[int, int]]] = [[] for _ in ahead]
     now = 0
     for _ in range(rounds):

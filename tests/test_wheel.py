@@ -46,7 +46,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-# In place of torch, for a Python that has none.
+# Makes a Python process find no torch.
 NO_TORCH = """
 import importlib.util as u, sys
 find = u.find_spec
@@ -56,12 +56,12 @@ u.find_spec = lambda name, *a: None if name == "torch" else find(name, *a)
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution of what the repository tracks, made as by a Python without torch."""
+    """Build a source distribution of the tracked files, with a Python that has no torch."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
     hidden = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".git", ".venv*", "build",
                                     "dist", "runs", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, checkout, ignore=hidden, dirs_exist_ok=True)
-    # As build front ends do: first what the build requires, then the build.
+    # As build front ends do: ask for the build requirements, then build.
     run(sys.executable, "-c", f"{NO_TORCH}\nfrom setuptools import build_meta as b\n"
         f"assert b.get_requires_for_build_sdist() == []\nb.build_sdist({str(out)!r})", cwd=checkout)
     (path,) = out.glob("oper-*.tar.gz")
@@ -70,14 +70,14 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the source distribution; reuses compiled objects."""
+    """Build a wheel from the source distribution, reusing compiled objects."""
     unpacked, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
     if (ROOT / "build" / "objects").exists():
         shutil.copytree(ROOT / "build" / "objects", source / "build" / "objects")
-    # What an earlier build has left behind must not get in.
+    # Files that an earlier build left behind must not be packed.
     stale = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     (stale / "oper").mkdir(parents=True)
     (stale / "oper" / "stale.py").write_text("")
@@ -120,8 +120,8 @@ def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> 
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
         "--quiet", wheel, cwd=tmp_path)
-    # torch and the other dependencies come from where these tests find them. Such a path line does
-    # not bring an editable install of this project along.
+    # A .pth line adds the folder of these tests' torch and other dependencies. It does not add an
+    # editable install of this project.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
                     cwd=tmp_path).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

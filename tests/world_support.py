@@ -1,4 +1,5 @@
-"""Real worlds for the tests: one process per rank over gloo, none of which outlives its test."""
+"""Real process groups for tests: one process per rank over gloo, none of which outlives its test.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# A server that has imported the slow packages forks the ranks; it never runs torch code itself.
-# Whatever takes long to import and is of no test alone.
+# The modules that the fork server imports, so that ranks start fast: all slow imports that several
+# tests share. The server itself never runs torch code.
 _PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
             "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
             "oper.integration.checkpoint.files", "oper.search.planner", "hypothesis.strategies",
@@ -26,18 +27,18 @@ CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailedError(AssertionError):
-    """A rank has raised; the message is its traceback."""
+    """A rank has raised an exception; the message is its traceback."""
 
 
 class World:
-    """Processes of one gloo group, running `body(rank, world_size, *args)`.
+    """Processes of one gloo group that run `body(rank, world_size, *args)`.
 
-    A rank may report before it ends with `report(value)`; its return value is its last report.
-    `told()` gives a rank what `send` has sent to it.
-    `labels`: a letter for each rank; those of different letters share no memory; empty: all do.
+    A rank may report with `report(value)` before it ends; its return value is its last report.
+    `told()` returns to a rank what `send` has sent to it. `labels`: a letter for each rank; ranks
+    with different letters share no memory; empty = all share.
 
     Attributes:
-        deadline: on the clock of `time.monotonic`, until which reports are waited for.
+        deadline: time on the clock of `time.monotonic` until which reports are awaited.
     """
 
     def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
@@ -48,7 +49,7 @@ class World:
         self._pipes: list[Connection] = []
         self.processes = []
         store = str(Path(self._folder.name) / "store")
-        # The server that forks ranks keeps the environment of the test that needed it first.
+        # Ranks get the whole environment, since the fork server's is that of the first test.
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
             mine, theirs = CONTEXT.Pipe()
@@ -67,11 +68,12 @@ class World:
         return [p.pid or 0 for p in self.processes]
 
     def send(self, rank: int, value: Any) -> None:
-        """Send a rank what its next `told()` returns; raises OSError if it has ended."""
+        """Send a rank the result of its next `told()`; raises OSError if it has ended."""
         self._pipes[rank].send_bytes(pickle.dumps(value))
 
     def receive(self, rank: int) -> Any:
-        """A rank's next report; raises RankFailedError with its traceback, or on silence."""
+        """Return a rank's next report; raises RankFailedError with its traceback, or after the
+        deadline."""
         left = max(0.0, self.deadline - time.monotonic())
         if not self._pipes[rank].poll(left):
             raise RankFailedError(f"rank {rank} says nothing in time")
@@ -86,7 +88,7 @@ class World:
         return value
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining processes."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -100,7 +102,7 @@ class World:
 @contextlib.contextmanager
 def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
           ) -> Iterator[World]:
-    """A world that is gone at the end of the block."""
+    """Start a `World`, which ends with the block."""
     running = World(world_size, body, *args, **options)
     try:
         yield running
@@ -109,7 +111,7 @@ def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
 
 
 def run_world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """What `body(rank, world_size, *args)` returns on every rank."""
+    """Return the results of `body(rank, world_size, *args)` by rank."""
     with world(world_size, body, *args, **options) as running:
         return [running.receive(rank) for rank in range(world_size)]
 
@@ -123,14 +125,14 @@ def report(value: Any) -> None:
 
 
 def told() -> Any:
-    """Wait, in a rank, for what the test sends next."""
+    """Wait, in a rank, for the next value that the test sends."""
     assert _pipe is not None, "not a rank of a World"
     return pickle.loads(_pipe.recv_bytes())
 
 
 def _send(good: bool, value: Any) -> None:
     assert _pipe is not None, "not a rank of a World"
-    # Plain pickle: torch's own reducers would pass shared memory files.
+    # Plain pickle, since torch's reducers would send tensors as files in shared memory.
     _pipe.send_bytes(pickle.dumps((good, value)))
 
 
@@ -138,7 +140,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
           body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _pipe
     _pipe = pipe
-    # The kernels read this one once, through C's getenv: os.environ reaches it.
+    # Changes of os.environ reach C's getenv, through which kernels read some variables once.
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
@@ -149,7 +151,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size)
-        dist.barrier()  # a rank that ends before another has connected breaks its set-up
+        dist.barrier()  # the others fail to connect if a rank ends before
         _send(True, body(rank, world_size, *args))
         dist.destroy_process_group()
     except BaseException:
@@ -157,14 +159,15 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
 
 
 def held_segments() -> int:
-    """Shared segments that this process maps or holds open, and descriptors that watch others."""
+    """Count shared segments that this process maps or holds open, and descriptors that monitor
+    others."""
     links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
     return (Path("/proc/self/maps").read_text().count("memfd:oper")
             + sum("memfd:oper" in link or "pidfd" in link for link in links))
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """Processes, named shared memory and sockets of `pids` that are still there."""
+    """List processes, named shared memory and sockets of `pids` that still exist."""
     found = []
     names = [p.name for p in Path("/dev/shm").iterdir()]
     for pid in pids:

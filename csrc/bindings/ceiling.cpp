@@ -1,4 +1,5 @@
-// torch operators for the ceilings with which benchmarks compare lookups and updates.
+// torch operators of the ceilings, the bare memory accesses with which benchmarks compare lookups
+// and updates.
 #include "common/handles.h"
 #include "common/operators.h"
 #include "host/kernels/kernels.h"
@@ -6,8 +7,9 @@
 namespace oper::host {
 namespace {
 
-constexpr int64_t kGrain = 256;  // bags that a thread takes at least
+constexpr int64_t kGrain = 256;  // bags or rows that a thread takes at least
 
+// See GatherJob in host/kernels/kernels.h.
 void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64_t dim,
                     int64_t prefetch, bool stream, Tensor out) {
   const int64_t num_bags = destinations.numel();
@@ -23,8 +25,8 @@ void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64
   });
 }
 
-// Reads one word of every cache line at the given addresses and writes it back; no other thread may
-// write there. `addresses` [N + prefetch]; the last `prefetch` are only prefetched.
+// Reads and writes back one word of every cache line of N rows of `bytes` each. No other thread may
+// write there. `addresses` [N + prefetch]: of the rows; the last `prefetch` are only prefetched.
 void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
   constexpr int64_t kLine = 64;
   const int64_t* const places = int64_data(addresses);

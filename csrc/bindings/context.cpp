@@ -1,7 +1,7 @@
 // torch operators that create, query and close the host back end's contexts of sharded tables.
 //
-// Placement data (addresses, stripe tables, head maps) is laid out by Python and copied or referenced
-// here; see oper/rows/directory.py for its meaning.
+// Python describes the tables' placement (addresses, maps, head maps), which is copied or
+// referenced here; see common/description.h.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -19,7 +19,7 @@ namespace oper::host {
 
 namespace {
 
-// Data derived from the home map: this rank's part of each tier, and which keys are pushed.
+// Derives from the home map which rows of each tier this rank owns, and which home keys are pushed.
 void fill_home(Table& table, int32_t rank) {
   const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
   for (int32_t k = 0; k < table.home.num_tiers; ++k) {
@@ -40,7 +40,8 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
-// Marks the places to read in `maps` with their element types, if a table's tiers differ in type.
+// If a table's tiers have rows of several types: adds the types to the addresses in its read maps,
+// see RowPlace. `x`: the table's row of `d.tables`; `maps`: a copy of `d.maps`.
 void fill_types(Table& table, const Description& d, const int64_t* x, int64_t* maps) {
   std::vector<int64_t> bytes;
   for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
@@ -128,7 +129,7 @@ int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arr
   return contexts().add(std::move(owned));
 }
 
-// `domain`: the ranks that share memory with this one, itself included, ascending; `pidfds` likewise.
+// `domain`: the ranks of this memory domain, ascending; `pidfds`: of these ranks, see Barrier.
 void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> domain,
                          std::vector<int64_t> pidfds, int64_t deadline_ms) {
   Context& context = context_of(handle);
@@ -140,15 +141,15 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
       deadline_ms);
 }
 
-// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: [T, 2], bits per number of answers and
-// of gradients. `transport`: address of a function, see Transport.
+// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: see Messages::Setup. `transport`: address of
+// a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
   Context& context = context_of(handle);
   ExchangeSetup setup;
-  setup.messages.near.assign(static_cast<size_t>(context.world_size), false);
-  for (int64_t r : domain) setup.messages.near[r] = true;
+  setup.messages.local.assign(static_cast<size_t>(context.world_size), false);
+  for (int64_t r : domain) setup.messages.local[r] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
     setup.targets.push_back({static_cast<int32_t>(data[4 * k]),
@@ -165,7 +166,7 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));
 }
 
-// Bytes sent since the last reset, [kinds][W], see enum Sent; empty in a single domain.
+// Bytes sent since the last reset, [kNumSent][W], see enum Sent; empty in a single domain.
 std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   if (!context.exchange) return {};
@@ -173,7 +174,8 @@ std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
   return reset ? messages.take_sent() : messages.sent_bytes;
 }
 
-// De-duplicated pull, see host/peer_rows.h. `costs`: float64 [3], PullCosts.
+// Sets whether rows of peers are copied once per batch, see host/exchange/peer_rows.h. `choice`:
+// PeerRows::Choice; `costs`: float64 [3], PullCosts.
 void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
   Context& context = context_of(handle);
   const double* c = static_cast<const double*>(costs.data_ptr());
@@ -183,7 +185,8 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
                           : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
 }
 
-// [3][T]: ids of neighbours' rows when last counted, the distinct ones, whether rows are copied.
+// [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they
+// are copied. Empty if they never are.
 std::vector<int64_t> context_duplication(int64_t handle) {
   Context& context = context_of(handle);
   if (!context.peer_rows) return {};
@@ -197,7 +200,8 @@ std::vector<int64_t> context_duplication(int64_t handle) {
   return result;
 }
 
-// `phase`: the purpose of the barrier, see oper/shmem/group/desync.py.
+// Waits for the ranks of this memory domain. `phase`: see oper/shmem/group/desync.py. Returns a
+// Status.
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
@@ -213,12 +217,13 @@ std::vector<int64_t> context_phase_histograms(int64_t handle, bool reset) {
   return context_of(handle).times.histograms(reset);
 }
 
-// Starts keeping up to `most` spans for `context_spans`, or stops if `most` = 0; see `PhaseTimes`.
+// See PhaseTimes::trace and take_spans.
 void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trace(most); }
 
 std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
 
-// Forward passes, backward passes, then units moved [kinds][T][W], see host/counters/traffic.h.
+// Numbers of forward and of backward passes, then of what was read, [kNumMoved][T][W], see
+// host/counters/traffic.h; since the last reset.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   std::vector<int64_t> result = context.moved();
@@ -227,22 +232,19 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   return result;
 }
 
-// Per rank of this memory domain, if it has several: arrivals at barriers, the last one's purpose,
-// whether it has given up or closed (Absence), whom it waited for then, updates begun and ended.
+// See Barrier::positions. Empty if this memory domain has a single rank.
 std::vector<int64_t> context_positions(int64_t handle) {
   const Context& context = context_of(handle);
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
 }
 
-// Per rank: number of its last head across memory domains, the head's phase and collection, as this
-// rank was last told. Empty in a single domain.
+// See Messages::last_phases. Empty in a single domain.
 std::vector<int64_t> context_last_phases(int64_t handle) {
   const Context& context = context_of(handle);
   return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
-// Announces that this rank arrives at no further barrier of its domain; `verdict`: see
-// Barrier::give_up.
+// See Barrier::give_up.
 void context_give_up(int64_t handle, int64_t verdict) {
   Context& context = context_of(handle);
   if (context.barrier) context.barrier->give_up(verdict);
@@ -279,7 +281,7 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
        {count, unit});
 }
 
-// The bytes of `rows`, float32 [n, width], in a message with `bits` bits per number.
+// How `rows`, float32 [n, width], are packed in a message with `bits` bits per number.
 WireArray coded_array(const Tensor& rows, int64_t bits) {
   STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Float && rows.dim() == 2 &&
                       rows.is_contiguous() && (bits == 32 || bits == 16 || bits == 8 || bits == 4),
@@ -294,9 +296,10 @@ void check_coded(const Tensor& codes, const WireArray& array) {
                   "internal: codes of the wrong size");
 }
 
-// Writes `rows`, float32 [n, width], to `to` as in a message with `bits` bits per number. `draws`:
-// empty, rounds to nearest; or the key (two words), the step, the sender and the first column, for
-// stochastic rounding of the rows with numbers `names`, uint32 [n] stored as int32.
+// Packs `rows`, float32 [n, width], into the bytes `to` as in a message with `bits` bits per
+// number. `draws`: empty = rounds to nearest; otherwise the two words of the RoundingKey, the step,
+// the sending replica group and the first column, for stochastic rounding. `names`: the rows'
+// numbers, see Draws; uint32 [n] stored as int32.
 void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor names, Tensor to) {
   WireArray array = coded_array(rows, bits);
   check_coded(to, array);
@@ -304,7 +307,7 @@ void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor nam
   if (!draws.empty()) {
     STD_TORCH_CHECK(draws.size() == 5 && names.scalar_type() == ScalarType::Int &&
                         names.is_contiguous() && names.numel() == array.n,
-                    "internal: names of rows to round");
+                    "internal: stochastic rounding needs 5 draws and an int32 name of each row");
     found = {{static_cast<uint32_t>(draws[0]), static_cast<uint32_t>(draws[1]),
               static_cast<uint32_t>(draws[2]), static_cast<uint32_t>(draws[2] >> 32)},
              kRoundingGroups + static_cast<uint32_t>(draws[3]), static_cast<uint32_t>(draws[4]),
@@ -315,7 +318,7 @@ void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor nam
        nullptr, array);
 }
 
-// Writes the rows that `code_rows` has written to `from` to `rows`, float32 [n, width].
+// Unpacks the result `from` of `code_rows` to `rows`, float32 [n, width].
 void decode_rows(Tensor from, int64_t bits, Tensor rows) {
   const WireArray array = coded_array(rows, bits);
   check_coded(from, array);
@@ -323,12 +326,12 @@ void decode_rows(Tensor from, int64_t bits, Tensor rows) {
          array);
 }
 
-// Returns the sums of gradients of this rank's rows of a table that a step without update has kept:
-// slots, uint32 [n] stored as int32, and float32 [n, dim]; first of reduced rows, then of the rows of
-// pushed tiers.
+// Returns the sums of gradients of this rank's rows of a table that one backward pass without
+// update has kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers;
+// the same of pushed tiers.
 std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
-  STD_TORCH_CHECK(context.num_left == 1, "internal: not the gradients of one batch");
+  STD_TORCH_CHECK(context.num_left == 1, "internal: kept gradients are not those of one batch");
   const Table& of = context.tables.at(table);
   Tensor out[4];
   for (const int pushed : {0, 1}) {
@@ -343,7 +346,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t 
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Replaces what context_kept returns, for reduced rows or (`pushed`) for rows of pushed tiers.
+// Replaces the sums that `context_kept` returns, of pulled tiers or, if `pushed`, of pushed tiers.
 void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
   Context& context = context_of(handle);
   Table& of = context.tables.at(table);

@@ -1,5 +1,5 @@
-// torch operators of a model's dense part: layers of perceptrons, by libtorch's linear and relu in
-// one call from the interpreter, and DLRM's dot interaction.
+// torch operators of a model's dense part: all layers of an MLP (libtorch's linear and relu) in one
+// call from Python, and DLRM's dot interaction.
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -16,6 +16,7 @@ using torch::stable::Tensor;
 namespace oper::host {
 namespace {
 
+// Calls a torch operator that returns one tensor; `stack`: its N arguments.
 template <size_t N>
 Tensor call(const char* name, std::array<StableIValue, N> stack) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
@@ -26,7 +27,7 @@ Tensor call(const char* name, std::array<StableIValue, N> stack) {
 Tensor perceptrons(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases,
                    std::vector<int64_t> relu) {
   STD_TORCH_CHECK(weights.size() == biases.size() && weights.size() == relu.size(),
-                  "perceptrons: as many biases and activations as weights");
+                  "perceptrons: expected as many biases and activations as weights");
   using torch::stable::detail::from;
   for (size_t k = 0; k < weights.size(); ++k) {
     x = call<3>("aten::linear", {from(x), from(weights[k]), from(std::optional(biases[k]))});
@@ -46,10 +47,12 @@ struct Rows {
 };
 
 Rows rows_of(const Tensor& dense, const Tensor& sparse) {
-  STD_TORCH_CHECK(dense.dim() == 2 && sparse.dim() == 3 && dense.is_contiguous() &&
-                      sparse.is_contiguous() && sparse.size(0) == dense.size(0) &&
-                      sparse.size(2) == dense.size(1) && sparse.size(1) > 0 && dense.size(1) > 0,
-                  "dot_interaction: contiguous dense [B, D] and sparse [B, F, D], F and D above 0");
+  STD_TORCH_CHECK(
+      dense.dim() == 2 && sparse.dim() == 3 && dense.is_contiguous() && sparse.is_contiguous() &&
+          sparse.size(0) == dense.size(0) && sparse.size(2) == dense.size(1) &&
+          sparse.size(1) > 0 && dense.size(1) > 0,
+      "dot_interaction: expected contiguous dense [B, D] and sparse [B, F, D] with F and D "
+      "above 0");
   return {float_data(dense), float_data(sparse), dense.size(0), sparse.size(1), dense.size(1)};
 }
 
@@ -83,7 +86,7 @@ Tensor dot_interaction(Tensor dense, Tensor sparse) {
 std::tuple<Tensor, Tensor> dot_interaction_gradient(Tensor gradient, Tensor dense, Tensor sparse) {
   const Rows rows = rows_of(dense, sparse);
   STD_TORCH_CHECK(gradient.is_contiguous() && gradient.numel() == rows.samples * rows.columns(),
-                  "internal: a gradient for every output of dot_interaction");
+                  "internal: expected a gradient of every output of dot_interaction");
   Tensor of_dense = pooled_tensor(ScalarType::Float, {rows.samples, rows.dim});
   Tensor of_sparse = pooled_tensor(ScalarType::Float, {rows.samples, rows.others, rows.dim});
   const float* from = float_data(gradient);

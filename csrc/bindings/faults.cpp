@@ -1,4 +1,4 @@
-// Operators by which the tests inject faults.
+// torch operator by which tests inject faults, see host/faults.h.
 #include "common/operators.h"
 #include "host/faults.h"
 

@@ -19,13 +19,13 @@ namespace {
 
 Handles<KeyTables>& collections() { return all_handles<KeyTables>(); }
 
-// Bytes of a rank's directories and of its arena. `seen_bytes`: space for keys seen by lookups.
+// See KeyTables::num_bytes and its constructor.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
   return KeyTables::num_bytes(key_rules_of(tables, numbers), world_size, rank, seen_bytes);
 }
 
-// `arenas`: addresses by rank. `table_of`: by feature of the collection, -1 = none of these.
+// See the constructor of KeyTables. `arenas`: addresses.
 int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes, Tensor tables,
                   Tensor numbers, std::vector<int64_t> table_of) {
   STD_TORCH_CHECK(rank >= 0 && rank < static_cast<int64_t>(arenas.size()),
@@ -36,7 +36,7 @@ int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes,
       addresses, rank, seen_bytes, key_rules_of(tables, numbers), std::move(table_of)));
 }
 
-// A vector of int64 records as a tensor, [n, columns], or [n] for one column.
+// A vector of structures of int64 as a tensor, [n, columns], or [n] for one column.
 template <class Value>
 Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   static_assert(sizeof(Value) % 8 == 0);
@@ -47,9 +47,9 @@ Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   return out;
 }
 
-// Returns the rows of the ids, int32 or int64 [N]; if `keeps`, a PlaceCount for every key with a
-// row, int64 [N], the keys without a row, int64 [M], and KeyParts, int64 [P, 6] (see
-// host/keys/tables.h); and a code. Refuses batches of no samples.
+// See KeyTables::find. Returns the rows of the ids, int32 or int64 [N]; if `keeps`, what the update
+// needs, see SeenBatch: PlaceCounts, int64 [N], missed keys, int64 [M], and KeyParts, int64 [P, 6];
+// and a code, not 0 for a batch that the lookup will refuse or that has no samples.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids,
                                                               Tensor lengths, Tensor key_of,
                                                               int64_t batch_size, bool keeps) {
@@ -83,8 +83,9 @@ std::vector<bool> flags_of(const KeyTables& tables, const std::vector<int64_t>& 
   return found;
 }
 
-// `counts`, `missed`, `parts`: results of `keys_find`, by lookup. Returns a KeyTables::Left and a
-// table. The next backward pass of `context`, if given, does `keys_update` and sets the new rows.
+// See KeyTables::leave. `counts`, `missed`, `parts`: results of `keys_find`, by lookup. Returns a
+// KeyTables::Left and its `table`. If `context` is given, its next backward pass does `keys_update`
+// and initialises the new rows.
 std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> counts,
                                         std::vector<Tensor> missed, std::vector<Tensor> parts,
                                         std::vector<int64_t> frozen,
@@ -106,14 +107,13 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> coun
   return {static_cast<int64_t>(left), table};
 }
 
-// `frozen`: numbers of tables.
+// See KeyTables::update. `frozen`: numbers of tables.
 void keys_update(int64_t handle, std::vector<int64_t> frozen) {
   const auto tables = collections().share(handle);
   tables->update(flags_of(*tables, frozen));
 }
 
-// Returns int64 [n, 2], of all ranks, by table: a row that was reset and its new key, or -row and
-// the key that lost it (see NewRow); and where each table's entries begin.
+// See KeyTables::new_rows. Returns NewRows, int64 [n, 2], and their bounds.
 std::tuple<Tensor, std::vector<int64_t>> keys_new(int64_t handle) {
   std::vector<int64_t> bounds;
   const std::vector<NewRow> rows = collections().share(handle)->new_rows(&bounds);
@@ -128,8 +128,8 @@ void keys_set_clock(int64_t handle, int64_t table, int64_t clock) {
   collections().share(handle)->clock(table) = static_cast<uint32_t>(clock);
 }
 
-// In this rank's buckets: slots with a key, full buckets, keys admitted, evicted, expired, refused;
-// then this rank's lookups, and those whose key has no row.
+// In this rank's buckets: slots with a key, full buckets; keys admitted, evicted, expired, refused;
+// then the ids that this rank has looked up, and those without a row.
 std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
   const auto tables = collections().share(handle);
   const KeyOccupancy of = tables->directory(table).occupancy();
@@ -138,7 +138,7 @@ std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
           c.expired, c.refused,       c.lookups,  c.missed};
 }
 
-// Records, int64 [end - begin, 3]: key, count and clock; clock -1 = no key.
+// See KeyDirectory::read. Returns KeyRecords, int64 [end - begin, 3].
 Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, int64_t end) {
   const auto tables = collections().share(handle);
   const KeyDirectory& directory = tables->directory(table);
@@ -149,7 +149,7 @@ Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, 
   return out;
 }
 
-// `numbers`, int64 [n], of `records`, int64 [n, 3].
+// See KeyDirectory::write. `numbers`: int64 [n]; `records`: KeyRecords, int64 [n, 3].
 int64_t keys_write(int64_t handle, int64_t table, bool candidates, Tensor numbers, Tensor records,
                    bool checks) {
   const auto tables = collections().share(handle);
@@ -163,8 +163,7 @@ int64_t keys_write(int64_t handle, int64_t table, bool candidates, Tensor number
                          checks);
 }
 
-// The numbers, int64 [n], of the records in this rank's buckets that updates after clock `since`
-// have changed, and the records, int64 [n, 3].
+// See KeyDirectory::changed. Returns the numbers, int64 [n], and the KeyRecords, int64 [n, 3].
 std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool candidates,
                                         int64_t since) {
   const auto tables = collections().share(handle);
@@ -178,14 +177,14 @@ std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool cand
   return {tensor_of(numbers, 1), records};
 }
 
-// Slots, int64 [n], of this rank's buckets whose keys have expired since clock `since` (-1: ever).
+// See KeyDirectory::expired. Returns slots, int64 [n].
 Tensor keys_expired(int64_t handle, int64_t table, int64_t since) {
   const auto tables = collections().share(handle);
   return tensor_of(tables->directory(table).expired(since, tables->clock(table)), 1);
 }
 
-// The rows, int64 [n], of `keys`, int64 [n], in a directory without ages; 0 = no row. `buckets`:
-// uint8 [num_buckets, kBucketBytes].
+// The rows, int64 [n], of `keys`, int64 [n], in a directory of which only the buckets are given,
+// uint8 [num_buckets, kBucketBytes]; 0 = no row.
 Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
   static Spares<DistinctKeys> spares;
   STD_TORCH_CHECK(num_slots > 0 && buckets.is_contiguous() &&
@@ -208,7 +207,7 @@ Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
   return out;
 }
 
-// The initial rows of `keys`, int64 [n]; float32 [n, dim].
+// The initial rows of new `keys`, int64 [n]; float32 [n, dim].
 Tensor keys_draw(Tensor keys, int64_t seed, int64_t dim, double bound) {
   const int64_t n = keys.numel();
   Tensor out = pooled_tensor(ScalarType::Float, {n, dim});

@@ -1,5 +1,5 @@
-// torch operators of the host back end, on libtorch's stable ABI: lookups and memory. Contexts are
-// made in bindings/context.cpp.
+// torch operators of the host back end on batches and on shared memory. Contexts are created in
+// bindings/context.cpp.
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -33,6 +33,8 @@ namespace {
 
 // ---- lookups -----------------------------------------------------------------------------------
 
+// Writes the bounds of `n` bags, [n + 1]. Returns whether no length is negative and their sum is
+// `total`.
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
   int64_t sum = 0;
@@ -46,7 +48,8 @@ bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out)
   return fit && sum == total;
 }
 
-// 0, 1, 2, ...: the bounds of bags with one id each. Grows; old blocks stay for their users.
+// The numbers 0, 1, ..., count - 1: bounds of bags with one id each. Never freed, as batches in
+// other threads may still use a block when a longer one is needed.
 const int64_t* ascending(int64_t count) {
   static std::mutex mutex;
   static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
@@ -59,7 +62,7 @@ const int64_t* ascending(int64_t count) {
   return blocks->back()->data();
 }
 
-// The batch of a lookup, as the operators below get it.
+// A batch as the operators below get it.
 struct Lookup {
   Tensor ids, offsets, key_of;  // offsets int64 [num_keys * batch_size + 1], key_of int64 [F]
   std::optional<Tensor> weights;
@@ -68,14 +71,15 @@ struct Lookup {
   std::optional<Tensor> bags = {};  // see common/lookup_schemas.h
 };
 
-// The number of bags without the empty ones at the end, for steps in which these change nothing.
+// The number of bags without the empty ones at the end.
 int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
   if (num_bags == 0 || bounds[num_bags - 1] != bounds[num_bags]) return num_bags;
   return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
 }
 
-// Pooled: features side by side in the columns of one row per sample. Unpooled: one row per id,
-// feature after feature. `trims`: for steps in which empty bags take no part.
+// The batch as kernels get it. Output of a pooled lookup: one row per sample, with the features
+// side by side in its columns. Unpooled: one row per id, feature after feature. `trims`: without
+// empty bags at the ends of features, for steps in which empty bags have no effect.
 Batch make_batch(const Context& context, const Lookup& lookup, bool trims = false) {
   Batch batch;
   batch.ids = lookup.ids.data_ptr();
@@ -111,7 +115,7 @@ Batch make_batch(const Context& context, const Lookup& lookup, bool trims = fals
   return batch;
 }
 
-// Computes bounds of bags, int64 [n + 1]; returns false if the lengths do not match the ids.
+// Computes the bounds of bags, int64 [n + 1]. Returns whether the lengths fit the number of ids.
 bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
   const int64_t n = lengths.numel();
   *offsets = pooled_tensor(ScalarType::Long, {n + 1});
@@ -121,7 +125,8 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
-// Whether each key has the bags of exactly one feature, so that their bounds can be computed while pooling.
+// Whether each key has the bags of exactly one feature. Only then are all bounds computed, once
+// each, if that is left to pooling.
 bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
   const size_t n = context.features.size();
   if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;
@@ -134,7 +139,7 @@ bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys
   return true;
 }
 
-// Sets where each feature's addresses begin; returns the number of all addresses.
+// Sets Resolved::first, and returns the number of all addresses.
 int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   int64_t n = 0;
   for (const FeatureBags& bags : batch.features) {
@@ -144,7 +149,7 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   return n;
 }
 
-// The result of `lookup_resolve` for a batch; nothing if it was not called.
+// What `lookup_resolve` has returned for a batch; nothing if it was not called.
 std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<Tensor>& addresses,
                                        const std::optional<Tensor>& order) {
   if (!addresses) return std::nullopt;
@@ -153,28 +158,30 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
   resolved.order = order && order->numel() > 0 ? static_cast<char*>(order->data_ptr()) : nullptr;
   const int64_t n = number_addresses(batch, &resolved);
   STD_TORCH_CHECK(addresses->numel() == n + kAddressesAhead,
-                  "internal: a resolved batch that is used with another batch");
+                  "internal: results of lookup_resolve for another batch");
   return resolved;
 }
 
 // An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
 
-// Torch chooses the back end by the batch's device, so `handle` may be of another back end.
+// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the
+// batch, so that `handle` may belong to another one.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!contexts().is_one(handle)) return kElsewhere;
   return oper::fault_of(kHostMemory, ids, lengths, weights, key_of, batch_size);
 }
 
-// Whether a batch suits tables on `device`, without looking at the values of ids and lengths.
+// Whether `fault_of` accepts a batch for tables on `device`. Does not check values of ids and
+// lengths.
 bool is_fit(Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
             int64_t batch_size, Device device) {
   return oper::fault_of(device, ids, lengths, weights, key_of, batch_size) == kFit;
 }
 
-// Returns offsets, int64 [num_keys * B + 1]; addresses of the rows of all features, int64, with
-// kAddressesAhead more at the end; the order for the backward pass, uint8.
+// See common/lookup_schemas.h. The addresses are int64, those of each feature after the other, and
+// kAddressesAhead more, which are only prefetched; the order is uint8.
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {
@@ -201,6 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   return {offsets, addresses, order, status.code, status.detail};
 }
 
+// Whether `bags`, int64 [num_keys], can be numbers of bags of keys with batch_size lengths each.
 bool are_bags(const Tensor& bags, int64_t batch_size, int64_t num_lengths) {
   const int64_t* first = int64_data(bags);
   return bags.numel() * batch_size == num_lengths &&
@@ -219,8 +227,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   Tensor offsets;
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
-                  "internal: bags of keys that a batch cannot have");
-  STD_TORCH_CHECK(bags.has_value() == samples.has_value(), "internal: bags of no samples");
+                  "internal: numbers of bags that do not fit the batch");
+  STD_TORCH_CHECK(bags.has_value() == samples.has_value(), "internal: bags without samples");
   std::optional<Samples> shared;
   bool are_in_order = true;
   if (samples) {
@@ -231,8 +239,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       are_in_order &= kind.are_in_order;
     }
   }
-  // Whether pooling computes the bounds of bags: only if nothing else reads them, since it omits
-  // those of padding.
+  // Whether pooling computes the bounds of bags (see host/kernels/bounds.inl): only if nothing else
+  // reads them before.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&
@@ -258,9 +266,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
-  // Outputs of all ranks of more than a quarter of the cache would not stay there until they are
-  // used. Measured on two cores, with a pass over the output: bypassing the cache took 10 % less
-  // time from a fifth of its size on, and 5 % more at a tenth. Rows to be spread are used at once.
+  // If the outputs of all ranks take more than a quarter of the cache, they will not be there when
+  // they are used. Measured on two cores, with a pass over the output: bypassing the cache took 10
+  // % less time if the outputs take a fifth of it or more, 5 % more if a tenth. Not for rows that
+  // `spread` reads next.
   batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
                                  last_level_cache_bytes() / 4;
   const Status status =
@@ -271,12 +280,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       out = pooled_tensor(ScalarType::Float, {shared->count, batch.out_stride});
     spread(context, *shared, float_data(pooled), float_data(out));
   }
-  clock.end(kForward);  // with the offsets
+  clock.end(kForward);
   return {out, offsets, status.code, status.detail};
 }
 
-// `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B], ascending:
-// the first sample of each sample's user. Writes the number of each sample's user to `user_of`.
+// `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B]: for each
+// sample the first sample of its user. Writes the number of each sample's user to `user_of`, [B].
 SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& key_of,
                        int64_t* user_of) {
   STD_TORCH_CHECK(keys.scalar_type() == ScalarType::Bool && first.scalar_type() == ScalarType::Long,
@@ -284,14 +293,15 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
   SharedBags shared;
   for (int64_t f = 0; f < key_of.numel(); ++f) {
     const int64_t key = int64_data(key_of)[f];
-    STD_TORCH_CHECK(key >= 0 && key < keys.numel(), "internal: a key of no feature");
+    STD_TORCH_CHECK(key >= 0 && key < keys.numel(), "internal: a feature whose key does not exist");
     shared.features.push_back(static_cast<const bool*>(keys.data_ptr())[key]);
   }
-  STD_TORCH_CHECK(shared.count() > 0, "internal: features that no samples share");
+  STD_TORCH_CHECK(shared.count() > 0, "internal: samples share no feature");
   const int64_t* at = int64_data(first);
   for (int64_t b = 0; b < first.numel(); ++b) {
     if (b == 0 || at[b] != at[b - 1]) shared.begins.push_back(b);
-    STD_TORCH_CHECK(at[b] == shared.begins.back(), "internal: users that do not come one by one");
+    STD_TORCH_CHECK(at[b] == shared.begins.back(),
+                    "internal: a user's samples are not consecutive");
     user_of[b] = static_cast<int64_t>(shared.begins.size()) - 1;
   }
   shared.begins.push_back(first.numel());
@@ -302,10 +312,12 @@ void check_interaction(const Context& context, const Tensor& dense) {
   STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
                       dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
                       dense.size(1) > 0 && context.output_columns % dense.size(1) == 0,
-                  "internal: an interaction that these tables cannot have");
+                  "internal: a fused interaction needs tables of one memory domain without pushed "
+                  "tiers, and contiguous float32 dense rows with as many columns as each feature");
 }
 
-// Lookup and dot interaction; see host/interaction.h. For tables that are only read.
+// See `forward_interaction` in host/interaction.h; for tables that are only read. Returns its
+// `out`, the bounds of the bags and a status.
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense) {
@@ -328,8 +340,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   return {out, offsets, status.code, status.detail};
 }
 
-// The same for samples that share bags of their user. Returns the products among the users' rows,
-// the samples' results without these, the number of each sample's user, and the offsets.
+// See `forward_shared_interaction`. `first`, `shared_keys`: see `shared_bags`. Returns its `users`
+// and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and a status.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense, Tensor first, Tensor shared_keys) {
@@ -339,7 +351,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
   Context& context = context_of(handle);
   PhaseClock clock(context);
   check_interaction(context, dense);
-  STD_TORCH_CHECK(first.numel() == size, "internal: a user for every sample");
+  STD_TORCH_CHECK(first.numel() == size, "internal: expected a first sample for every sample");
   Tensor user_of = pooled_tensor(ScalarType::Long, {size});
   const SharedBags shared = shared_bags(first, shared_keys, key_of,
                                         static_cast<int64_t*>(user_of.data_ptr()));
@@ -372,18 +384,20 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-// Points each feature at its gradients: in the gradient of the whole output, or in a tensor per feature.
+// Sets where each feature's gradients are: in the gradient of the whole output, or in one of
+// several tensors, one per feature.
 void place_gradients(const Context& context, const std::vector<Tensor>& grads, int64_t num_features,
                      Batch& batch) {
   const bool are_apart = num_features > 1 && std::ssize(grads) == num_features;
-  STD_TORCH_CHECK(are_apart || grads.size() == 1, "internal: one gradient, or one of each feature");
+  STD_TORCH_CHECK(are_apart || grads.size() == 1,
+                  "internal: expected one gradient, or one of each feature");
   for (size_t f = 0; f < batch.features.size(); ++f) {
     FeatureBags& bags = batch.features[f];
     const Feature& feature = context.features[f];
     const Tensor& grad = grads[are_apart ? feature.logical : 0];
     STD_TORCH_CHECK(!are_apart || (grad.size(0) == bags.num_bags && grad.is_contiguous() &&
                                    grad.size(1) == context.unpooled_columns),
-                    "internal: a gradient that is not of a feature's rows");
+                    "internal: a gradient without the shape of its feature's rows");
     bags.gradients = float_data(grad) + (are_apart ? feature.start : bags.out_begin);
     // The output's layout, unless the gradient is a slice of wider rows.
     bags.gradient_stride = batch.num_rows > 0 ? grad.stride(0) : batch.out_stride;
@@ -417,7 +431,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
   Tensor sums;
   if (samples) {
     shared = gradients_of(grads[0], *samples, key_of);
-    // Checked again, since `samples` may have changed since the lookup.
+    // Checks the bags again, since a program may have changed `samples` after the lookup.
     const int64_t outside = place_sums(context, *bags, key_of, *shared, batch, &sums);
     if (outside >= 0) {
       refuse_backward(context);
@@ -440,12 +454,12 @@ void lookup_skip(int64_t handle) { skip(context_of(handle)); }
 
 void lookup_refuse_update(int64_t handle) { refuse_backward(context_of(handle)); }
 
-// Forgets the parts of a batch that were exchanged since the last update.
+// Drops the gradients that `leave` has kept since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
 
 // ---- memory ------------------------------------------------------------------------------------
 
-// An address, or -errno. Called by `map_segment` in oper/shmem/memory/segments.py.
+// See `map_shared` and `map_over` in host/memory.h. Returns an address, or -errno.
 int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
   void* data = map_shared(static_cast<int>(fd), static_cast<size_t>(bytes), writable);
   return data != nullptr ? reinterpret_cast<int64_t>(data) : -errno;
@@ -469,7 +483,8 @@ int64_t collapse_segment(int64_t address, int64_t bytes) {
       collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
 }
 
-// View [rows, columns] of mapped memory, elements of a `RowType`; the caller keeps the mapping alive.
+// View [rows, columns] of mapped memory with elements of a RowType; the caller keeps the mapping
+// alive.
 Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
   constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   return tensor_at(reinterpret_cast<void*>(address), {rows, columns}, kTypes[type], kHostMemory);
@@ -510,13 +525,15 @@ STABLE_TORCH_LIBRARY(oper, m) {
 
 }  // namespace oper::host
 
-// `ShardedTables` computes gradients itself: these skip torch's search for a derivative.
+// `ShardedTables` computes gradients itself. Registered for autograd, too, these do not take
+// torch's detour by operators without a derivative.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
-// Also called for batches on devices without a back end, which `fault_of` refuses.
+// For all devices, since batches on devices without a back end must reach `fault_of`, which refuses
+// them.
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));

@@ -14,21 +14,23 @@ namespace oper::host {
 
 struct Owned {
   Context context;
-  std::vector<Tensor> keep_alive;  // head maps, referenced and not copied
+  std::vector<Tensor> keep_alive;  // head maps, to which the context points
 };
 
 inline Handles<Owned>& contexts() { return all_handles<Owned>(); }
 inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
 
-// A tensor of float32, int32, int64 or bytes from the pool of `host/memory.h`; not cleared.
+// An uninitialised tensor of float32, int32, int64 or bytes in memory of `pool_take`, see
+// host/memory.h.
 Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes);
 
-// Samples that share bags; `samples` int64 [F, B] and `bags` int64 [num_keys] as in common/lookup_schemas.h.
+// For batches whose samples share bags; `samples`, `bags`, `key_of`: see common/lookup_schemas.h.
 Samples samples_of(const Tensor& samples, const Tensor& key_of);
 SampleGradients gradients_of(const Tensor& grad, const Tensor& samples, const Tensor& key_of);
 
-// Allocates sums by bag for the features whose samples share bags, from which the backward pass of the batch
-// reads their gradients. Returns a feature with a sample whose bag is out of range, or -1.
+// Allocates `memory` for the sums by bag of `shared`, for features whose samples share bags, and
+// makes the batch's backward pass read the gradients from there. Returns -1, or a feature with a
+// sample whose bag is out of range.
 int64_t place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
                    SampleGradients& shared, Batch& batch, Tensor* memory);
 

@@ -1,18 +1,18 @@
-// torch operators for read-only tables that many processes share.
+// torch operators for the read-only tables that one process publishes for others of its host. The
+// tables are double-buffered: these operators keep track of which buffer is current, and of the
+// readers of both.
 //
-// They keep track of which of two buffers readers use, and which readers still use the other one.
-//
-// Epoch e lies in buffer e % 2. A reader counts itself into its slot for the buffer of the epoch
-// that it has seen, then looks at the epoch again: if that has moved on meanwhile, it steps back
-// and takes the new one. A publisher writes the buffer of epoch e + 1 only while no slot counts a
-// reader there, then stores e + 1. All of these are sequentially consistent: either the publisher
-// sees the reader's count, or the reader sees the publisher's epoch (as with hazard pointers,
-// Michael 2004). A reader never waits for the publisher here. The slots of a process that has died
-// are cleared by the publisher.
+// Epoch e is in buffer e % 2. Each reading process has a slot with a count of lookups per buffer. A
+// reader counts itself in the buffer of the epoch that it has seen, then looks at the epoch again.
+// If it has changed, the reader takes its count back and tries again with the new epoch. A
+// publisher writes the buffer of epoch e + 1 only when no slot counts a reader there, then stores e
+// + 1. All accesses are sequentially consistent: either the publisher sees the reader's count, or
+// the reader sees the publisher's epoch (as with hazard pointers, Michael 2004). A reader never
+// waits for the publisher. If a process has died, the publisher clears its slot.
 //
 // A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a
-// reader in that buffer, writes, and stores e + 2: the same buffer. Readers that arrive meanwhile
-// find a negative epoch and retry.
+// reader in that buffer, writes, and stores e + 2, which is in the same buffer. Readers that arrive
+// in between find a negative epoch and must retry.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -28,12 +28,13 @@ namespace {
 
 constexpr int64_t kReaderSlots = 1024;
 
-// The slot of one process, in a separate cache line that only this process writes while it lives.
+// The slot of one process, in cache lines of its own, which only this process writes while it
+// lives.
 struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };
 
-// Begins as the zeros of a new segment.
+// At the beginning of a new segment of shared memory, which is all zeros.
 struct Control {
   alignas(128) std::atomic<int64_t> epoch;  // 0: nothing published yet
   ReaderSlot slots[kReaderSlots];
@@ -43,7 +44,7 @@ static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 Control& control_at(int64_t address) { return *reinterpret_cast<Control*>(address); }
 
-// Bytes [bytes] of mapped memory; the caller keeps the mapping alive.
+// View, uint8 [bytes], of mapped memory; the caller keeps the mapping alive.
 Tensor segment_bytes(int64_t address, int64_t bytes) {
   return tensor_at(reinterpret_cast<void*>(address), {bytes}, ScalarType::Byte, kHostMemory);
 }
@@ -58,8 +59,8 @@ void publication_set_epoch(int64_t control, int64_t epoch) {
   control_at(control).epoch.store(epoch);
 }
 
-// The epoch that the caller may read until `publication_unpin`. While the buffer is written in
-// place, it is negative, and there is nothing to unpin.
+// Returns the epoch that the caller may read until `publication_unpin`; or a negative number while
+// rows are changed in place, in which case nothing is pinned.
 int64_t publication_pin(int64_t control, int64_t slot) {
   Control& at = control_at(control);
   for (int64_t epoch = at.epoch.load();;) {
@@ -77,7 +78,7 @@ void publication_unpin(int64_t control, int64_t slot, int64_t epoch) {
   control_at(control).slots[slot].in_use[epoch & 1].fetch_sub(1);
 }
 
-// Those of `slots` that have readers in a buffer.
+// Those of `slots` that count a reader in a buffer.
 std::vector<int64_t> publication_busy(int64_t control, int64_t buffer, std::vector<int64_t> slots) {
   const auto is_idle = [&](int64_t k) {
     return control_at(control).slots[k].in_use[buffer & 1].load() == 0;
@@ -90,11 +91,11 @@ void publication_clear(int64_t control, int64_t slot) {
   for (auto& count : control_at(control).slots[slot].in_use) count.store(0);
 }
 
-// Rows of a matrix that are to be overwritten: their distinct indices, int64 [n].
+// Rows of a matrix that are to be overwritten.
 struct Target {
-  const int64_t* at;
-  int64_t n, width;  // bytes
-  char* rows;
+  const int64_t* at;  // [n], their distinct indices
+  int64_t n, width;   // width: bytes of a row
+  char* rows;         // the matrix
 };
 
 Target target_of(const Tensor& to, const Tensor& places) {
@@ -107,8 +108,7 @@ Target target_of(const Tensor& to, const Tensor& places) {
           static_cast<char*>(to.mutable_data_ptr())};
 }
 
-// Prefetches the rows at these places into the cache, so that `place_rows` does not wait for
-// memory.
+// Reads the rows at these places, so that they are in the cache when `place_rows` overwrites them.
 void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
   STD_TORCH_CHECK(to.size() == places.size(), "internal: as many places as matrices");
   for (size_t k = 0; k < to.size(); ++k) {
@@ -119,7 +119,7 @@ void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
   }
 }
 
-// Copies row i of `rows` [n, width] to row places[i] of `to`, for each of the matrices.
+// Copies row i of rows[k] [n, width] to row places[k][i] of to[k], for all matrices k.
 void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<Tensor> rows) {
   constexpr int64_t kAhead = 16;
   STD_TORCH_CHECK(to.size() == places.size() && to.size() == rows.size(),
@@ -134,7 +134,7 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
     const char* from = static_cast<const char*>(rows[k].data_ptr());
     for (int64_t i = 0, end = 0; i < n; i = end) {
       end = i + 1;
-      while (end < n && at[end] == at[end - 1] + 1) ++end;  // a run is copied as one
+      while (end < n && at[end] == at[end - 1] + 1) ++end;  // adjacent rows are copied together
       const char* next = first + at[std::min(n - 1, end + kAhead)] * width;
       for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(next + b, 1, 3);
       std::memcpy(first + at[i] * width, from + i * width, static_cast<size_t>((end - i) * width));
@@ -142,8 +142,8 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
   }
 }
 
-// Quantises rows of numbers [n, dim] to codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns
-// the first row that cannot be quantised, or -1.
+// Quantises rows of numbers [n, dim] to rows of 8-bit or 4-bit codes, uint8 [n, bytes of a row],
+// see common/elements.h. Returns the first row that cannot be quantised, or -1.
 int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
   const std::map<ScalarType, RowType> types{{ScalarType::Float, RowType::kFloat32},
                                             {ScalarType::Half, RowType::kFloat16},

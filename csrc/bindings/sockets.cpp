@@ -1,4 +1,4 @@
-// Operators of exchanges over TCP connections, see host/exchange/sockets.h.
+// torch operators of exchanges over TCP connections, see host/exchange/sockets.h.
 #include <tuple>
 #include <vector>
 
@@ -16,7 +16,7 @@ int64_t sockets_open(std::vector<int64_t> connections) {
   return all_sockets().add(std::make_shared<Sockets>(connections));
 }
 
-// Whether the previous exchange was complete; if not, no new one is started.
+// See Sockets::begin.
 bool sockets_begin(int64_t handle, Tensor send, std::vector<int64_t> send_bytes, Tensor recv,
                    std::vector<int64_t> recv_bytes) {
   return all_sockets().share(handle)->begin(
@@ -24,7 +24,7 @@ bool sockets_begin(int64_t handle, Tensor send, std::vector<int64_t> send_bytes,
       static_cast<char*>(recv.mutable_data_ptr()), recv_bytes.data());
 }
 
-// Sockets::Result, and whom it is about.
+// Returns a Sockets::Result and Sockets::culprit.
 std::tuple<int64_t, int64_t> sockets_run(int64_t handle, int64_t timeout_ms) {
   const auto sockets = all_sockets().share(handle);
   const auto result = sockets->run(static_cast<int>(timeout_ms));

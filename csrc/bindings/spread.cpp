@@ -1,5 +1,4 @@
-// torch operators for samples that share bags: each distinct bag is pooled once, and its row then stands for
-// all samples that have it. See host/steps/samples.cpp.
+// torch operators for batches whose samples share bags, see host/steps/samples.cpp.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -19,8 +18,8 @@ const int64_t* rows_of(const Tensor& rows, int64_t features) {
   return int64_data(rows);
 }
 
-// Pads the lengths of the bags of every key, bags[k] of key k, with zeros to `size` per key.
-// Returns int32 or int64 [num_keys * size], and `bags` as int64 [num_keys].
+// Pads the lengths of each key's bags (bags[k] of key k) with zeros to `size` lengths. Returns
+// int32 or int64 [num_keys * size], and `bags` as int64 [num_keys].
 std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK((are_32_bit || lengths.scalar_type() == ScalarType::Long) &&
@@ -44,7 +43,7 @@ std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags
   return {out, own};
 }
 
-// Whether every sample b has row b of each feature; `rows`: int64 [F, B].
+// Whether every sample b has bag b of each feature; `rows`: the samples' bags, int64 [F, B].
 bool are_own_rows(Tensor rows) {
   const Samples samples{rows_of(rows, rows.size(0)), rows.size(0), rows.size(1)};
   for (int64_t f = 0; f < samples.num_features; ++f)
@@ -52,8 +51,9 @@ bool are_own_rows(Tensor rows) {
   return true;
 }
 
-// Sums the gradient of samples, float32 [B, C], by bag: [num_bags, C], 0 for bags without samples;
-// and -1, or the feature if a sample's bag does not exist. `bags`: int64, number of bags by key.
+// Sums the gradient of samples, float32 [B, C], by bag: [num_bags, C], 0 for bags without samples.
+// Also returns -1, or a feature with a sample whose bag is out of range. `bags`: int64 [num_keys],
+// the number of bags of each key.
 std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
                                        Tensor key_of, int64_t num_bags) {
   Context& context = context_of(handle);

@@ -1,4 +1,6 @@
-// Functions compiled for several vector widths, one of which the dynamic linker selects.
+// Functions that the compiler compiles once per instruction set; the dynamic linker selects one of
+// the versions when the library is loaded (target_clones). Not with sanitizers, whose runtime is
+// not yet initialised at that time.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
@@ -8,5 +10,5 @@
 #define OPER_CLONES_FOR(...)
 #endif
 #define OPER_CLONES OPER_CLONES_FOR("avx2", "default")
-// For functions that they call: only inlined code is compiled for the vector width of the caller.
+// For the functions that they call: only inlined code is compiled for the caller's instruction set.
 #define OPER_INLINE inline __attribute__((always_inline))

@@ -1,5 +1,5 @@
-// How Python describes a rank's tables: the columns of the int64 arrays of oper/shmem/placement/layout.py
-// (KernelMaps), as both back ends read them.
+// How Python describes a rank's tables to both back ends: the columns of the int64 arrays that
+// `context_arguments` in oper/shmem/placement/layout.py writes.
 #pragma once
 
 #include <bit>
@@ -12,41 +12,61 @@
 
 namespace oper {
 
+// One row per column piece of a table ("table" below means a piece, too).
 enum TableColumn {
-  kNumRows, kDim, kMean, kTierBegin, kTierEnd, kRowAddress, kMomentum1, kMomentum2, kHead, kLogical,
-  kRowColumns, kRowType, kFirstColumn, kHeadIds, kTableWidth
+  kNumRows,
+  kDim,        // columns of the piece
+  kMean,       // 1: mean pooling, 0: sum
+  kTierBegin,  // its tiers are [kTierBegin, kTierEnd)
+  kTierEnd,
+  kRowAddress,  // of this rank's rows
+  kMomentum1,   // addresses of this rank's optimizer states; 0 = none
+  kMomentum2,
+  kHead,        // index of its head map among `heads`; -1 = ids are in hotness order
+  kLogical,     // number of the entire table; its pieces have the same one
+  kRowColumns,  // columns of the entire table
+  kRowType,
+  kFirstColumn,  // of the piece in the entire table
+  kHeadIds,      // index of its HeadIds among `heads`; -1 = none
+  kTableWidth
 };
 enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
   kMaxNorm, kKey0, kKey1, kStep, kOptimizerWidth
 };
+// Read and home maps (see directory.h) are ranges of `maps`: `...At` is the first entry,
+// `...Period` the number of entries.
 enum TierColumn {
   kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierRowType, kTierWidth
 };
+// See Feature in host/context.h.
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
+// The members of Refresh in directory.h.
 enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
 };
 
-// Pointers to the arrays of KernelMaps. For tables in device memory, addresses in the arrays are
-// device addresses.
+// Pointers to these arrays: `maps` [2, num_maps], bases and steps; `owner_begin` [T, W + 1];
+// addresses of `touched` and `squares` [T, W] and of outboxes [W]. For tables in device memory,
+// addresses in the arrays are device addresses.
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;
   int64_t num_tables, num_maps, num_features, num_refreshes;
-  std::vector<const void*> heads;  // where kernels read the words and positions of each head
+  // Where kernels read the arrays of HeadMaps and HeadIds, two each.
+  std::vector<const void*> heads;
   std::vector<int64_t> head_sizes;
   int64_t outbox_bytes;
   int32_t rank, world_size;
 
   const int64_t* table(int64_t t) const { return tables + t * kTableWidth; }
-  // Home keys of rank r's rows of a table are [owners[r], owners[r + 1]); [W + 1].
+  // [W + 1]: the home keys of the rows that rank r owns are [owners[r], owners[r + 1]).
   const int64_t* owners(int64_t t) const { return owner_begin + t * (world_size + 1); }
   int64_t num_slots(int64_t t, int64_t rank) const {
     return owners(t)[rank + 1] - owners(t)[rank];
   }
-  // Tiers of a table by its read or home maps (`which`: kReadAt, kHomeAt). `at`: where kernels read the
-  // maps, int64 [2, num_maps], bases and steps.
+  // Tiers of a table with their read maps or, if `which` is kHomeAt instead of kReadAt, home maps.
+  // `at`: where kernels read the copy of `maps`.
   std::vector<TierMap> tier_maps(int64_t t, TierColumn which, const int64_t* at) const {
     std::vector<TierMap> found;
     for (int64_t k = table(t)[kTierBegin]; k < table(t)[kTierEnd]; ++k) {
@@ -67,7 +87,7 @@ struct Description {
     return found;
   }
   bool is_piece(int64_t t) const { return table(t)[kDim] != table(t)[kRowColumns]; }
-  // Indices of the column pieces of t's logical table, in column order; empty if it is not split.
+  // The column pieces of the table of which t is one, in column order; empty if it is not split.
   std::vector<int32_t> pieces(int64_t t) const {
     std::vector<int32_t> found;
     for (int64_t p = 0; p < num_tables && is_piece(t); ++p)
@@ -98,7 +118,7 @@ struct Description {
   }
 };
 
-// One row of the optimizers' float64 [T, kOptimizerWidth].
+// `x`: one row of the optimizers' float64 [T, kOptimizerWidth].
 inline OptimizerArgs optimizer_args(const double* x) {
   return {static_cast<Optimizer>(static_cast<int32_t>(x[kKind])),
           static_cast<Decay>(static_cast<int32_t>(x[kDecay])),
@@ -112,8 +132,8 @@ inline OptimizerArgs optimizer_args(const double* x) {
           static_cast<float>(x[kMaxNorm])};
 }
 
-// A hash of the optimizers' constants except those for rounding, by which ranks detect that they
-// would update with different learning rates, frozen tables or, with Adam, step counts.
+// A hash of the optimizers' constants except those for rounding. Ranks compare it before an update,
+// to detect different learning rates, frozen tables or (with Adam) step counts.
 inline uint32_t settings_of(const double* rows, size_t num_rows) {
   uint64_t hash = 0;
   for (size_t t = 0; t < num_rows; ++t)

@@ -1,12 +1,16 @@
 // The directory: from an id to the place of its row. Shared by host and device.
 //
-// id -> position in hotness order (identity, or a bitmap with popcount ranks for the explicit head)
-//    -> tier (a few boundaries) -> arithmetic inside the tier.
+// 1. From the id to its position in hotness order: they are equal if ids are in that order. Otherwise
+//    the table has an explicit head, a list of the positions of its hottest rows; all other rows follow
+//    in ascending order of id.
+// 2. From the position to its tier, by comparison with the first positions of the tiers.
+// 3. Within the tier by arithmetic. Rows are assigned to places in turns of `period` rows each: row k
+//    of turn q is at base[k] + q * step[k], where q and k are quotient and remainder of
+//    (position - start) / period.
 //
-// Arithmetic inside a tier: offset = position - start; one turn of the stripe covers `period`
-// offsets, and offset k of turn q is at base[k] + q * step[k]. A read map has byte addresses in
-// base and step, and gives the address of the row; a home map gives the key that orders the
-// backward pass.
+// There are two such maps. The read map gives the byte address from which this rank reads the row.
+// The home map gives the row's home key, by which the backward pass sorts: all rows of a table are
+// numbered by owner, then by slot.
 #pragma once
 
 #include "common/platform.h"
@@ -22,8 +26,9 @@ struct TierMap {
   const int64_t* step;  // [period]
 };
 
-// offset / period without a branch, exact for offsets below 2^51 and periods below 2^12 (Granlund
-// and Montgomery 1994: the error 2 * offset / 2^64 stays below 1 / period).
+// offset / period as a multiplication, exact for offsets below 2^51 and periods below 2^12
+// (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994): the
+// error, at most offset / 2^63, stays below 1 / period.
 OPER_HD uint64_t turn_of(const TierMap& tier, uint64_t offset) {
 #if defined(__CUDA_ARCH__)
   return __umul64hi(offset << 1, tier.magic);
@@ -39,12 +44,13 @@ OPER_HD int64_t locate_in_tier(const TierMap& tier, int64_t position) {
   return tier.base[k] + static_cast<int64_t>(turn) * tier.step[k];
 }
 
-// Explicit head of a table whose ids are not in hotness order: 2 bits per row, in words that hold
-// what one lookup needs, then one position per head row in ascending order of id.
+// Explicit head of a table whose ids are not in hotness order. A word describes 32 ids, so that a
+// lookup reads one word and, for a head row, one position.
 struct HeadMap {
-  const uint64_t* words;      // [ceil(num_rows / 32)], or null: position = id. Low half: bit i marks
-                              // a head row; high half: how many head rows come before the word
-  const uint32_t* positions;  // [num_head]
+  // [ceil(num_rows / 32)], or null: position = id. Low half: bit i is set if id 32 * w + i is a head
+  // row; high half: head rows with lower ids than the word's.
+  const uint64_t* words;
+  const uint32_t* positions;  // [num_head], of the head rows in ascending order of id
   int64_t num_head;
 };
 
@@ -60,7 +66,7 @@ OPER_HD int popcount64(uint64_t x) {
   return popcount32(static_cast<uint32_t>(x)) + popcount32(static_cast<uint32_t>(x >> 32));
 }
 
-// Has no branches that depend on the id, because a predictor cannot learn which ids are hot.
+// Does not branch on the word, because a predictor cannot learn which ids are hot.
 OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   if (head.words == nullptr) return id;
   const uint64_t word = head.words[id >> 5];
@@ -72,25 +78,25 @@ OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   return (listed & hot) | ((head.num_head + id - rank) & ~hot);
 }
 
-// Ids of the explicit head, to map a position back to its id; null: position = id.
+// Ids of the explicit head, to map a position back to its id; null pointers: position = id.
 struct HeadIds {
   const uint32_t* by_position;  // [num_head], in hotness order
   const uint32_t* ascending;    // [num_head]
   int64_t num_head;
 };
 
-// Rows of one replicated tier whose masters are on one owner.
+// The rows of one replicated tier whose master copies one rank owns.
 struct Refresh {
   int32_t table;
   int32_t owner;
-  int64_t slot_begin, slot_end;  // slots at the owner
-  int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
-  const char* masters;           // the owner's shard of the table (slot 0)
-  char* replicas;                // this rank's copy of the tier, or null
+  int64_t slot_begin, slot_end;  // their slots at the owner
+  int64_t first, stride;         // slot s is row first + (s - slot_begin) * stride of the replicas
+  const char* masters;           // address of the owner's slot 0
+  char* replicas;                // this rank's copy of the whole tier, or null if it has none
 };
 
 namespace host {
-struct FlatTiers;  // the tiers' constants in arrays, for vector code
+struct FlatTiers;  // the tiers as arrays of constants, for vector code; see host/context.h
 }
 
 struct TableMap {
@@ -98,7 +104,7 @@ struct TableMap {
   int32_t num_tiers;
   const TierMap* tiers;  // [num_tiers], ascending start
   HeadMap head;
-  const host::FlatTiers* flat;  // or null
+  const host::FlatTiers* flat;  // host back end only; null if there are too many tiers
 };
 
 OPER_HD int32_t tier_of(const TableMap& table, int64_t position) {

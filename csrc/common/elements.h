@@ -27,7 +27,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Storage units of a row's codes.
+// One byte of a row's codes.
 struct Int8 {
   uint8_t bits;
 };
@@ -103,7 +103,7 @@ OPER_HD Float16 nearest(Float16, float value) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-// Stochastic rounding with 16 random bits.
+// Stochastic rounding; `random`: 16 random bits.
 OPER_HD BFloat16 round_to(BFloat16, float value, uint32_t random) {
   const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
   const uint32_t up = (bits + random) >> 16;

@@ -1,10 +1,12 @@
-// The messages between ranks of different memory domains: phases, heads, arrays, sizes and checks.
-// Shared by the host and device back ends, which pack and unpack rows and ids separately.
+// The messages between ranks of different memory domains: what they contain, their sizes, and the
+// checks of what is received. Shared by host and device, which pack and unpack the arrays
+// themselves.
 //
-// Every phase first exchanges heads of a fixed size (phase, error, counts) among all ranks, then
-// one message per peer with the counted arrays of all tables. A gather is followed by an exchange
-// of the requested rows. If owners also pool rows, the host back end requests rows and sums in one
-// phase; devices gather rows before.
+// In every phase all ranks first exchange headers of a fixed size (phase, error, counts). Then each
+// pair of ranks exchanges one message with the arrays of all tables, whose lengths are the counts.
+// Pulled rows are requested in phase kGather and sent as its reply. If there are pushed tiers, too,
+// the host back end requests rows and partial sums in kRequests and gets both in kPartials; devices
+// gather the rows before.
 #pragma once
 
 #include <cstddef>
@@ -17,23 +19,32 @@
 
 namespace oper {
 
-// The points of a batch where ranks synchronize. Barriers have further phases: kSharing after the
-// refreshes, and those of Python, among which kKeys is in the update of dynamic tables.
-// oper/shmem/group/desync.py lists all of them.
+// The points of a batch where ranks synchronize. A barrier within a memory domain has further
+// phases, which oper/shmem/group/desync.py lists; among them kSharing, after replicas are
+// refreshed, and kKeys, in the update of dynamic tables.
 enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6, kKeys = 9;
 
 struct Status {
-  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up, 7 the
-  // transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has sent
-  // an invalid message, 11 out of memory for a received message, 12 a peer has closed, 13 a peer
-  // has refused its batch, 15 ranks update with different settings; 5, 10 and 14 are codes of the
-  // bindings
+  //  0  ok
+  //  1  a peer has ended; the detail is the peer, as for 2, 6, 12 and 13
+  //  2  a peer is late
+  //  3  the outbox is full
+  //  4  an id is out of range; the detail is its index in the batch
+  //  6  a peer has given up
+  //  7  the transport has failed
+  //  8  ranks are in different phases; the detail is a rank, as for 9, 11 and 15
+  //  9  a rank of another memory domain has sent an invalid message
+  // 11  there is no memory for a message
+  // 12  a peer has closed its tables
+  // 13  a peer has refused its batch
+  // 15  ranks update with different settings
+  // 5, 10 and 14 are in handles.h.
   int64_t code = 0;
   int64_t detail = -1;
 };
 
-// Throws a status that is not ok.
+// Throws `status` unless it is ok.
 inline void raise(const Status& status) {
   if (status.code != 0) throw status;
 }
@@ -49,13 +60,14 @@ Status status_of(Body body) {
   }
 }
 
-// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments are
-// contiguous in rank order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or another
-// number after an error, which the function itself stores.
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it. Segments lie one
+// after the other in rank order; `send_bytes` and `recv_bytes` [W] are their sizes. `phase` is a
+// CollectivePhase. Returns 0, or another number after an error; which error it was, the function
+// keeps for Python.
 using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
                               void* recv, const int64_t* recv_bytes);
 
-// Kinds of sent bytes, which are counted by kind and receiver, in the order of SENT in
+// Sent bytes are counted by receiver and by these kinds, in the order of SENT in
 // oper/rows/traffic.py.
 enum Sent {
   kSentHeaders,
@@ -73,19 +85,20 @@ enum Sent {
   kNumSent
 };
 
-// Bits per float32 number of a row in a message, see oper/messages.py: 32 = unchanged; 16 =
-// bfloat16; 8, 4 = codes, preceded by the step and the smallest number, float32 each. Rows with
-// fewer than kLeastCoded columns, for which codes would take more bytes, stay float32.
+// Bits that each float32 number of a row takes in a message, see oper/messages.py: 32 = unchanged;
+// 16 = bfloat16; 8, 4 = integer codes, which the row's step and smallest number (float32 each)
+// precede. Rows with fewer than kLeastCoded columns stay float32, since codes would take more
+// bytes.
 constexpr int64_t kCodedRowBytes = 8, kLeastCoded = 3;
 constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
   return wanted <= 8 && columns < kLeastCoded ? 32 : wanted;
 }
-// Bytes in a message of an entry that has `unit` bytes as float32 numbers.
+// Bytes that a row of `unit` bytes of float32 numbers takes in a message.
 constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
   return bits <= 8 ? kCodedRowBytes + (unit / 4 * bits + 7) / 8 : unit * bits / 32;
 }
-// Bits of a slot in a message, for a table of `num_rows` rows, see `slot_bits` in oper/messages.py.
-// An owner has at most num_rows slots.
+// Bits of a slot in a message, for a table of `num_rows` rows; the same as `slot_bits` in
+// oper/messages.py.
 constexpr int32_t slot_bits(int64_t num_rows) {
   int32_t bits = 1;
   while (bits < 32 && num_rows > int64_t{1} << bits) ++bits;
@@ -94,14 +107,18 @@ constexpr int32_t slot_bits(int64_t num_rows) {
 // Bytes of n numbers of `bits` bits each, packed into 32-bit words from the lowest bit on.
 constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31) / 32 * 4; }
 
-// Passed to `round_to` instead of random bits: rounds to nearest, ties away from zero.
+// Passed to `round_to` instead of random bits, it rounds to nearest, ties away from zero.
 constexpr uint32_t kToNearest = 0x8000;
 
+// One rank's side of the exchange: it says what each message contains. Ids are not sent again if a
+// backward pass needs those of a forward pass: ranks keep the requests of the last kKept forward
+// passes. There may be two without a backward pass, as a pipeline may look up a micro-batch before
+// the backward pass of the one before.
 class Messages {
  public:
-  static constexpr int kCounts = 3;  // per table, see `shapes_of`
-  // Used instead of a count: the requests of the last forward pass (kAsBefore), or of the one
-  // before (kAsBefore - 1), are also those of this backward pass.
+  static constexpr int kCounts = 3;  // per peer and table; `shapes_of` says of what
+  // Sent instead of a count: the requests equal those of the newest kept forward pass (kAsBefore)
+  // or of the one before it (kAsBefore - 1).
   static constexpr uint32_t kAsBefore = UINT32_MAX, kKept = 2;
   static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
 
@@ -109,39 +126,41 @@ class Messages {
   struct Table {
     int64_t dim;
     RowType row_type;
-    bool is_pushed, is_piece;        // any tier is; of columns
-    std::vector<int64_t> num_slots;  // [W], of all rows together
+    bool is_pushed;                  // at least one of its tiers is
+    bool is_piece;                   // of a table that is split by columns
+    std::vector<int64_t> num_slots;  // [W], rows that each rank owns
   };
   struct Setup {
     int32_t rank = 0;
-    std::vector<bool> near;  // [W], whether this rank can address a rank's memory
+    std::vector<bool> local;  // [W], ranks whose memory this rank can address
     std::vector<Table> tables;
-    std::vector<int64_t> bits;  // [T, 2], of fp32 numbers in answers and in gradients
-    uint32_t collection = 0;    // its number, the same on all ranks
+    std::vector<int64_t> bits;  // [T, 2], see `bits_of_row`: of rows and sums; of gradients
+    uint32_t collection = 0;    // number of the embedding collection, the same on all ranks
     int64_t alignment = 4;      // of received arrays once they are unpacked
     bool unpacks_all = false;   // even arrays that could be read in the message
   };
   enum Content {
     kNumbers,
-    kReceiverSlots,  // of `bits` bits each
-    kSenderSlots,
-    kRuns,    // bags of ids: a bit for each id, set where another bag begins
-    kWeights  // only there when the sender's batch has weights
+    kReceiverSlots,  // slots of rows that the receiver owns, `bits` bits each
+    kSenderSlots,    // slots of rows that the sender owns
+    kRuns,           // bags of ids: a bit for each id, set where another bag begins
+    kWeights         // only there if the sender's batch has weights
   };
-  // One array of a message: `unit` bytes for each of counts[count].
+  // One array of a message. In memory it has counts[count] entries of `unit` bytes each.
   struct Shape {
     Sent kind;
     int count;
     int64_t unit;
-    int32_t bits = 32;  // of each of its numbers on the way
+    int32_t bits = 32;  // of each of its numbers in the message
     Content content = kNumbers;
-    int64_t extra = 0;  // units beyond the count, unless that is 0
+    int64_t extra = 0;  // entries in addition to the count, unless that is 0
+    // Bytes that n entries take in the message.
     int64_t wire_bytes(int64_t n) const {
       if (content == kRuns) return packed_bytes(n, 1);
       if (content == kReceiverSlots) return packed_bytes(n, bits);
       return aligned(n * entry_bytes(bits, unit), 4);
     }
-    // Whether the message contains it in the same form as memory.
+    // Whether it has the same form in the message as in memory.
     bool is_plain() const { return bits == 32 && content != kRuns; }
   };
   struct Shapes {
@@ -149,29 +168,30 @@ class Messages {
     Shape list[kMost];
     int n = 0;
   };
-  // An array that this rank and a peer send each other for one table: numbers of units, and byte
-  // offsets in the sent message, in the received message and in the unpacked arrays.
+  // An array that this rank and a peer send each other for one table.
   struct Part {
     Shape shape;
-    int32_t rank;
+    int32_t rank;  // the peer
     int64_t table;
-    int index;
-    bool is_last;  // of this rank and table
-    int64_t out, in;
+    int index;        // among the arrays of this peer and table
+    bool is_last;     // of these arrays
+    int64_t out, in;  // numbers of entries that are sent and received
+    // Byte offsets in the sent message, in the received message, and among the unpacked arrays.
     int64_t out_at, in_at, expanded_at;
   };
+  // All arrays of a phase, in the order of the messages.
   struct List {
     std::vector<Part> parts;
     std::vector<int64_t> send_bytes, recv_bytes;  // [W]
-    int64_t sent, received, expanded;             // bytes
+    int64_t sent, received, expanded;             // total bytes; `expanded`: of unpacked arrays
   };
 
   explicit Messages(Setup setup)
       : setup_(std::move(setup)), num_tables_(static_cast<int64_t>(setup_.tables.size())) {
     const int32_t W = world_size();
-    head_width_ = aligned(kHeadWidth + num_tables_ * kCounts, kHeadUnit);
-    heads_out_.resize(static_cast<size_t>(W * head_width_));
-    heads_in_.resize(heads_out_.size());
+    header_width_ = aligned(kHeaderWidth + num_tables_ * kCounts, kHeaderUnit);
+    headers_out_.resize(static_cast<size_t>(W * header_width_));
+    headers_in_.resize(headers_out_.size());
     asked_.resize(static_cast<size_t>(W * num_tables_));
     for (std::vector<uint32_t>& kept : asked_by_) kept.resize(asked_.size());
     sent_bytes.resize(static_cast<size_t>(kNumSent * W));
@@ -180,12 +200,12 @@ class Messages {
       slot_bits_.push_back(
           slot_bits(std::accumulate(x.num_slots.begin(), x.num_slots.end(), int64_t{0})));
     for (int32_t r = 0; r < W; ++r)
-      if (!setup_.near[r]) far.push_back(r);
+      if (!setup_.local[r]) remote.push_back(r);
   }
 
-  std::vector<int32_t> far;         // ranks of other domains, ascending
-  uint32_t settings = 0;            // in the next heads; ranks compare them
-  std::vector<int64_t> sent_bytes;  // [kNumSent][W] since they were last taken
+  std::vector<int32_t> remote;      // ranks of other memory domains, ascending
+  uint32_t settings = 0;            // see `settings_of`; sent in the next headers
+  std::vector<int64_t> sent_bytes;  // [kNumSent][W] since the last call of take_sent()
   std::vector<int64_t> take_sent() {
     std::vector<int64_t> taken(sent_bytes.size());
     taken.swap(sent_bytes);
@@ -194,33 +214,32 @@ class Messages {
   int64_t total_sent() const {
     return std::accumulate(sent_bytes.begin(), sent_bytes.end(), int64_t{0});
   }
-  int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
-  bool is_near(int32_t rank) const { return setup_.near[rank]; }
+  int32_t world_size() const { return static_cast<int32_t>(setup_.local.size()); }
+  bool is_local(int32_t rank) const { return setup_.local[rank]; }
   const Table& table(int64_t t) const { return setup_.tables[t]; }
   CollectivePhase phase() const { return phase_; }  // the current one
-  int32_t round() const { return round_; }  // of squares in this backward pass
+  // Exchanges of squares in this backward pass before the current one.
+  int32_t round() const { return round_; }
 
   uint32_t* counts_to(int32_t peer, int64_t table) {
-    return heads_out_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+    return headers_out_.data() + peer * header_width_ + kHeaderWidth + table * kCounts;
   }
   const uint32_t* counts_from(int32_t peer, int64_t table) const {
-    return heads_in_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+    return headers_in_.data() + peer * header_width_ + kHeaderWidth + table * kCounts;
   }
-  // Index, below kKept, of the stored requests of the forward pass that `count` (kAsBefore or
-  // kAsBefore - 1) denotes. Two passes are stored, because a micro-batch may be looked up before
-  // the backward pass of the preceding one.
+  // Index, below kKept, of the kept forward pass that `count` (kAsBefore or kAsBefore - 1) denotes.
   uint32_t kept(uint32_t count) const { return (newest_ + kKept - (kAsBefore - count)) % kKept; }
-  // Per rank, of its last head: sequence number, phase and collection.
+  // [W, 3]: sequence number, phase and collection of each rank's last header.
   std::vector<int64_t> last_phases() const {
     std::vector<int64_t> found;
     for (int32_t r = 0; r < world_size(); ++r) {
-      const Head& head = head_from(r);
-      found.insert(found.end(), {head.sequence, head.phase, head.collection});
+      const Header& header = header_from(r);
+      found.insert(found.end(), {header.sequence, header.phase, header.collection});
     }
     return found;
   }
 
-  // Begins a phase; called before its counts are filled in.
+  // Begins a phase. The caller then fills in the counts, see `counts_to`.
   void begin(CollectivePhase phase) {
     round_ = phase == CollectivePhase::kSquares && phase_ == phase ? round_ + 1 : 0;
     phase_ = phase;
@@ -228,7 +247,8 @@ class Messages {
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
-  // Records the backward pass of the oldest forward pass without one. All ranks call this alike.
+  // Records that the oldest kept forward pass without a backward pass has had it. All ranks call
+  // this at the same points.
   void pass_back() {
     for (uint32_t age = kKept; age-- > 0;) {
       bool& has = has_passed_back_[kept(kAsBefore - age)];
@@ -237,31 +257,38 @@ class Messages {
       return;
     }
   }
-  // Exchanges heads, whose counts are filled in. `mine` is an error of this rank, if any; all ranks
-  // learn of it. `transfer`: a Transport without its first argument.
+  // Exchanges the headers. `weighted`: whether this rank's batch has per-sample weights. `mine`:
+  // this rank's error, if any, of which the headers inform all ranks. `transfer`: a Transport
+  // without the first argument. Returns `mine`, another rank's error, or an error in what other
+  // ranks have sent.
   template <class Transfer>
-  Status exchange_heads(bool weighted, Status mine, Transfer transfer) {
+  Status exchange_headers(bool weighted, Status mine, Transfer transfer) {
     const int32_t W = world_size();
     weighted_ = weighted;
     ++sequence_;
-    const Head head{static_cast<uint32_t>(phase_), sequence_, static_cast<uint32_t>(mine.code),
-                    static_cast<uint32_t>(mine.detail), weighted, wire_, setup_.collection,
-                    settings};
+    const Header header{static_cast<uint32_t>(phase_),
+                        sequence_,
+                        static_cast<uint32_t>(mine.code),
+                        static_cast<uint32_t>(mine.detail),
+                        weighted,
+                        wire_,
+                        setup_.collection,
+                        settings};
     for (int32_t r = 0; r < W; ++r)
-      *reinterpret_cast<Head*>(heads_out_.data() + r * head_width_) = head;
-    const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
-    if (transfer(heads_out_.data(), bytes.data(), heads_in_.data(), bytes.data()) != 0)
+      *reinterpret_cast<Header*>(headers_out_.data() + r * header_width_) = header;
+    const std::vector<int64_t> bytes(static_cast<size_t>(W), header_width_ * 4);
+    if (transfer(headers_out_.data(), bytes.data(), headers_in_.data(), bytes.data()) != 0)
       return {7, -1};
-    for (int32_t r : far) sent_bytes[kSentHeaders * W + r] += head_width_ * 4;
-    return mine.code != 0 ? mine : look_at_heads();
+    for (int32_t r : remote) sent_bytes[kSentHeaders * W + r] += header_width_ * 4;
+    return mine.code != 0 ? mine : check_headers();
   }
-  // The upper limit of received slots; 0 if `content` is not slots.
+  // The number that received slots must be below; 0 if `content` is not slots.
   int64_t limit(const Part& part, Content content) const {
     if (content != kReceiverSlots && content != kSenderSlots) return 0;
     return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];
   }
   const List& last() const { return list_; }
-  // The arrays of the current phase; `is_reply`: those that answer it. Valid until the next call.
+  // The arrays of the current phase or, if `is_reply`, of its reply. Valid until the next call.
   const List& list(bool is_reply) {
     List& x = list_;
     const int32_t W = world_size();
@@ -269,7 +296,7 @@ class Messages {
     x.send_bytes.assign(static_cast<size_t>(W), 0);
     x.recv_bytes.assign(static_cast<size_t>(W), 0);
     x.sent = x.received = x.expanded = 0;
-    for (int32_t r : far)
+    for (int32_t r : remote)
       for (int64_t t = 0; t < num_tables_; ++t) {
         // A reply has the counts of the request, in the other direction.
         const uint32_t* to = is_reply ? counts_from(r, t) : counts_to(r, t);
@@ -294,30 +321,28 @@ class Messages {
   }
 
  private:
-  // The layout is also in oper/shmem/exchange/host.py. The size of heads is rounded up to kHeadUnit
-  // words, so that ranks with different tables or in different phases usually receive heads of
-  // equal size and can report which rank differs; for a message of unexpected size the transport
-  // can only report the size.
-  struct Head {
+  // oper/shmem/exchange/host.py has the same layout. Sizes are rounded up to kHeaderUnit words, so
+  // that headers usually have the same size even if ranks have different tables or are in different
+  // phases: then the rank that differs can be named. Of a message of an unexpected size, the
+  // transport can only report the size.
+  struct Header {
     uint32_t phase, sequence, code, culprit, weighted, wire, collection, settings;
   };
-  static constexpr int64_t kHeadWidth = sizeof(Head) / 4;
-  static constexpr int64_t kHeadUnit = 256;
-  // The requests that a rank received in the last forward pass and has to answer.
+  static constexpr int64_t kHeaderWidth = sizeof(Header) / 4;
+  static constexpr int64_t kHeaderUnit = 256;
+  // Numbers of bags and rows that this rank has requested in the last forward pass.
   struct Asked {
     uint32_t num_bags = 0, num_rows = 0;
   };
 
-  const Head& head_from(int32_t peer) const {
-    return *reinterpret_cast<const Head*>(heads_in_.data() + peer * head_width_);
+  const Header& header_from(int32_t peer) const {
+    return *reinterpret_cast<const Header*>(headers_in_.data() + peer * header_width_);
   }
   static int64_t aligned(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer * num_tables_ + table);
   }
-  bool is_weighted(int32_t peer) const {
-    return head_from(peer).weighted != 0;
-  }
+  bool is_weighted(int32_t peer) const { return header_from(peer).weighted != 0; }
   static int64_t number(const Shape& shape, const uint32_t* counts, bool has_weights) {
     const uint32_t n = counts[shape.count];
     if (n == 0 || is_before(n) || (shape.content == kWeights && !has_weights)) return 0;
@@ -342,8 +367,8 @@ class Messages {
                 4};
       case CollectivePhase::kPartials:
         return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
-      case CollectivePhase::
-          kGradients:  // devices reduce those of pushed rows, too, and send no bags'
+      // Devices also reduce the gradients of pushed rows: counts[1, 2] are 0.
+      case CollectivePhase::kGradients:
         return {{{kSentGradientRows, 0, 4, slot, kReceiverSlots},
                  {kSentGradientRows, 0, gradient, back},
                  {kSentGradientIds, 1, 4, slot, kReceiverSlots},
@@ -359,28 +384,28 @@ class Messages {
     return {};
   }
 
-  Status look_at_heads() {
+  Status check_headers() {
     const int32_t W = world_size();
     Status found;
     for (int32_t r = W - 1; r >= 0; --r) {
-      const Head& head = head_from(r);
-      if (head.code == 0) continue;
-      const bool by_another = (head.code == 1 || head.code == 2 || head.code == 6) &&
-                              head.culprit < static_cast<uint32_t>(W);
-      found = {by_another ? static_cast<int64_t>(head.code) : 6,
-               by_another ? static_cast<int32_t>(head.culprit) : r};
-      if (!by_another) break;  // the rank that failed, which the remaining ranks name as culprit
+      const Header& header = header_from(r);
+      if (header.code == 0) continue;
+      const bool by_another = (header.code == 1 || header.code == 2 || header.code == 6) &&
+                              header.culprit < static_cast<uint32_t>(W);
+      found = {by_another ? static_cast<int64_t>(header.code) : 6,
+               by_another ? static_cast<int32_t>(header.culprit) : r};
+      if (!by_another) break;  // the rank where the error began; others only pass it on
     }
     if (found.code != 0) return found;
     for (int32_t r = 0; r < W; ++r) {
-      const Head& head = head_from(r);
-      if (head.phase != static_cast<uint32_t>(phase_) || head.sequence != sequence_ ||
-          head.collection != setup_.collection || head.wire != wire_)
+      const Header& header = header_from(r);
+      if (header.phase != static_cast<uint32_t>(phase_) || header.sequence != sequence_ ||
+          header.collection != setup_.collection || header.wire != wire_)
         return {8, r};
     }
     for (int32_t r = 1; r < W; ++r)
-      if (head_from(r).settings != head_from(0).settings) return {15, r};
-    for (int32_t r : far)
+      if (header_from(r).settings != header_from(0).settings) return {15, r};
+    for (int32_t r : remote)
       for (int64_t t = 0; t < num_tables_; ++t) {
         if (!counts_fit(r, t)) return {9, r};
         if (phase_ != CollectivePhase::kRequests) continue;
@@ -390,8 +415,8 @@ class Messages {
     return {};
   }
 
-  // Whether the counts from rank r are within the limits of its tables and requests. They are
-  // checked before they determine any allocation or access.
+  // Whether the counts received from rank r are possible for this table and this rank's requests.
+  // Called before counts determine an allocation or an access.
   bool counts_fit(int32_t r, int64_t t) const {
     const Table& x = table(t);
     const uint32_t* counts = counts_from(r, t);
@@ -419,14 +444,15 @@ class Messages {
   }
 
   Setup setup_;
-  uint32_t wire_ = 2166136261u;     // FNV-1a hash of all tables' bits, for the head
+  uint32_t wire_ = 2166136261u;     // FNV-1a hash of all tables' bits, for the header
   std::vector<int32_t> slot_bits_;  // [T]
-  int64_t num_tables_, head_width_;
-  std::vector<uint32_t> heads_out_, heads_in_;
-  std::vector<Asked> asked_;        // [W * T] by this rank from peers
-  std::vector<uint32_t> asked_by_[kKept];  // [W * T]
-  uint32_t newest_ = 0;                    // of the forward passes that are kept
-  bool has_passed_back_[kKept] = {true, true};
+  int64_t num_tables_, header_width_;
+  std::vector<uint32_t> headers_out_, headers_in_;
+  std::vector<Asked> asked_;  // [W * T]
+  // [W * T], ids that peers have requested, by forward pass.
+  std::vector<uint32_t> asked_by_[kKept];
+  uint32_t newest_ = 0;                         // index of the newest kept forward pass
+  bool has_passed_back_[kKept] = {true, true};  // whether its backward pass has been
   uint32_t sequence_ = 0;
   CollectivePhase phase_ = CollectivePhase::kGather;
   bool weighted_ = false;

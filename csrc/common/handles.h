@@ -1,5 +1,5 @@
-// Code shared by the bindings of both back ends: objects behind integer handles, tensors of
-// integers, and checks of batches.
+// Code shared by the bindings of both back ends: objects behind integer handles, access to tensors,
+// and checks of batches.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -48,7 +48,7 @@ class Handles {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_.erase(handle);
   }
-  // Whether a handle is of this back end, open or closed.
+  // Whether a handle, open or closed, belongs to this back end.
   bool is_one(int64_t handle) const { return handle >> 32 == first_ >> 32; }
 
  private:
@@ -58,8 +58,8 @@ class Handles {
   int64_t next_;
 };
 
-// All handles of a process to one type, from `first` on. Never freed: other threads may still be in
-// an operator when the process ends.
+// A process's handles to objects of one type, numbered from `first` on. Never destroyed: other
+// threads may still be in an operator when the process ends.
 template <class Object, int64_t first = 1>
 Handles<Object>& all_handles() {
   static auto* instance = new Handles<Object>(first);
@@ -78,7 +78,8 @@ inline float* float_data(const Tensor& tensor) {
   return static_cast<float*>(tensor.data_ptr());
 }
 
-// A contiguous tensor in memory that `deleter` frees or, without one, the caller keeps alive.
+// A contiguous tensor over existing memory, which `deleter` frees; without one, the caller must
+// keep the memory alive.
 template <class... Deleter>
 Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type, Device device,
                  Deleter... deleter) {
@@ -90,8 +91,8 @@ Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type,
 }
 inline const Device kHostMemory(torch::headeronly::DeviceType::CPU);
 
-// Python's description of a rank's tables: `arrays` and `heads` of KernelMaps, which the caller
-// keeps alive.
+// Python's description of a rank's tables. `arrays`, `heads`: see `context_arguments` in
+// oper/shmem/placement/layout.py; the caller keeps them alive.
 inline Description description_of(int64_t rank, int64_t world_size,
                                   const std::vector<Tensor>& arrays, int64_t outbox_bytes,
                                   const std::vector<Tensor>& heads) {
@@ -99,7 +100,8 @@ inline Description description_of(int64_t rank, int64_t world_size,
   const int64_t** const places[] = {&d.tables,   &d.owner_begin, &d.tiers,
                                     &d.maps,     &d.features,    &d.refreshes,
                                     &d.touched,  &d.squares,     &d.outboxes};
-  STD_TORCH_CHECK(arrays.size() == std::size(places), "internal: not the arrays of KernelMaps");
+  STD_TORCH_CHECK(arrays.size() == std::size(places),
+                  "internal: not the arrays of context_arguments");
   for (size_t k = 0; k < arrays.size(); ++k) *places[k] = int64_data(arrays[k]);
   d.num_tables = arrays[0].size(0);
   d.num_maps = arrays[3].numel() / 2;
@@ -115,9 +117,9 @@ inline Description description_of(int64_t rank, int64_t world_size,
   return d;
 }
 
-// Status codes of batches, after those of `Status`.
-constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
-constexpr int64_t kBadBatch = 10;   // the detail is what `fault_of` has found
+// Status codes that the bindings add to those of `Status` in exchange.h.
+constexpr int64_t kBadLengths = 5;   // a length is negative, or their sum is not the number of ids
+constexpr int64_t kBadBatch = 10;    // a tensor is not as kernels assume it; the detail is a Fault
 constexpr int64_t kBadSamples = 14;  // a sample's bag is out of range; the detail is the feature
 
 inline bool is_vector(const Tensor& value) {
@@ -129,10 +131,18 @@ inline bool is_integers(const Tensor& value) {
   return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
 }
 
-// The assumption of kernels that a batch violates; `raise_status` in oper/shmem/batch.py names it.
-enum Fault : int64_t { kFit, kElsewhere, kIds, kLengths, kNumLengths, kKeyOf, kWeights };
+// What is wrong with a batch's tensors; `_fault` in oper/shmem/batch.py words it.
+enum Fault : int64_t {
+  kFit,         // nothing
+  kElsewhere,   // a tensor is on another device than the tables
+  kIds,         // dtype or shape of the ids
+  kLengths,     // dtype or shape of the lengths
+  kNumLengths,  // the number of lengths, or a key that has none
+  kKeyOf,       // the keys of the features
+  kWeights      // dtype or shape of the per-sample weights
+};
 
-// Every operator on a batch checks it by this first. `device`: that of the tables.
+// Every operator on a batch calls this first. `device`: that of the tables.
 inline Fault fault_of(const Device& device, const Tensor& ids, const Tensor& lengths,
                       const std::optional<Tensor>& weights, const Tensor& key_of,
                       int64_t batch_size) {

@@ -1,4 +1,4 @@
-// Maps a slot back to its position: the rows of each tier that a rank owns.
+// From a slot of a rank back to the row's position in hotness order.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,15 @@
 
 namespace oper {
 
-// Rows of one tier that a rank owns: slot -> position.
+// The rows of one tier that a rank owns, in slots [slot_begin, slot_end). With n offsets, slot
+// slot_begin + i has position start + i / n * period + offsets[i % n].
 struct HomeTier {
   int64_t slot_begin, slot_end;
-  int64_t start, period;
-  std::vector<int64_t> offsets;  // offsets within a turn that the rank owns
+  int64_t start, period;         // see TierMap
+  std::vector<int64_t> offsets;  // those of a turn's rows that the rank owns
 };
 
-// Tier k of a home map; `owner_begin`: [W + 1] first key of each rank.
+// Tier k of a home map; `owner_begin` [W + 1]: first home key of each rank.
 inline HomeTier home_tier(const TableMap& home, const int64_t* owner_begin, int32_t k,
                           int32_t rank) {
   const int64_t first = owner_begin[rank], last = owner_begin[rank + 1];
@@ -25,7 +26,7 @@ inline HomeTier home_tier(const TableMap& home, const int64_t* owner_begin, int3
   const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
   int64_t rows = 0;
   for (int64_t o = 0; o < tier.period; ++o) {
-    // A key past the rank's range only comes from an offset that a short tier does not have.
+    // If the tier has fewer rows than a turn, the keys at its missing offsets may be any.
     if (tier.base[o] < first || tier.base[o] >= last) continue;
     if (turns == 0 && o >= rest) continue;
     if (found.offsets.empty()) found.slot_begin = tier.base[o] - first;

@@ -8,7 +8,8 @@
 
 namespace oper {
 
-// Columns of Python's description of a table, in the order of oper/shmem/keys/directories.py.
+// Columns of the int64 and float64 arrays that describe dynamic tables, one row each, as
+// oper/shmem/keys/directories.py writes them.
 enum KeyTableColumn {
   kSlots, kSeed, kDraws, kMinCount, kAdmitBelow, kEviction, kHalfLife, kTimeToLive, kFeature,
   kFirstWidth, kSecondWidth, kKeyTableWidth

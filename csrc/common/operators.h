@@ -5,8 +5,8 @@
 
 namespace oper {
 
-// Kernels of operators that are the same for every device type, since the kind of memory behind the
-// tensors decides what they do. Registered as long as the library is loaded.
+// Registers functions as kernels for all device types: these operators do not depend on the device
+// of their arguments. A registration lasts as long as its StableLibrary, which is therefore static.
 inline torch::stable::detail::StableLibrary& kernels_for_all_devices() {
   using Library = torch::stable::detail::StableLibrary;
   static Library library(Library::Kind::IMPL, "oper", "CompositeExplicitAutograd", __FILE__,

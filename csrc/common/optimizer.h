@@ -1,7 +1,9 @@
-// Optimizer arithmetic per row, in FBGEMM's definitions. Shared by host and device.
+// The optimizers' arithmetic on a row, as FBGEMM defines it (its EXACT optimizers). Shared by host
+// and device.
 //
-// EXACT optimizers: duplicates of a row within a global batch are summed before one update, and only
-// touched rows change.
+// The gradients of all occurrences of a row in the global batch are summed before its one update,
+// and rows that do not occur do not change. In row w with columns d: g is the gradient, s and m are
+// states, lr the learning rate, wd the weight decay, b1 and b2 beta1 and beta2.
 //   SGD:                   w -= lr * g
 //   row-wise Adagrad:      s += mean_d(g_d^2);  w -= lr / (sqrt(s) + eps) * g
 //                          L2 decay: g += wd * w first; decoupled: w *= 1 - lr * wd before
@@ -15,10 +17,11 @@
 //   momentum SGD:          m = b1 m + g;  w -= lr * m  (torch's; L2 decay: g += wd * w first)
 //   LARS-SGD:              m = b1 m + lr * |w| / (|g| + wd * |w|) * (g + wd * w);  w -= m
 //                          (lr: the learning rate times eta)
-// t counts the optimizer's steps, not the touches of a row. Norms are those of the whole row.
+// t is the number of the optimizer's step, also for rows that do not occur in every batch. Norms
+// |.| are those of the whole row.
 //
-// Before any of it, a row's gradient may be clipped to a norm, as torch.nn.utils.clip_grad_norm_ clips
-// a parameter's:  g *= min(1, max_norm / (|g| + 1e-6))
+// First, if max_norm is given, the row's gradient is clipped as torch.nn.utils.clip_grad_norm_
+// clips a parameter's:  g *= min(1, max_norm / (|g| + 1e-6))
 #pragma once
 
 #include <cmath>
@@ -63,13 +66,14 @@ struct OptimizerArgs {
   float max_norm = 0.0f;                         // of a row's gradient; 0 = no clipping
 };
 
-// Factor that clips a gradient with this sum of squares; 1 if its norm is below max_norm.
+// Factor that clips a gradient with this sum of squares; 1 if the norm is below max_norm.
 OPER_HD float clip_factor(float sum_of_squares, float max_norm) {
   const float factor = max_norm / (sqrtf(sum_of_squares) + 1e-6f);
   return factor < 1.0f ? factor : 1.0f;
 }
 
-// Factor that multiplies the gradient; updates the row's state.
+// Row-wise Adagrad: updates the row's state and returns the factor of the gradient, lr / (sqrt(s) +
+// eps). `dim`: columns of the whole row.
 OPER_HD float rowwise_adagrad_multiplier(float* state, float sum_of_squares, int32_t dim,
                                          const OptimizerArgs& args) {
   const float sum = *state + sum_of_squares / static_cast<float>(dim);
@@ -77,7 +81,8 @@ OPER_HD float rowwise_adagrad_multiplier(float* state, float sum_of_squares, int
   return args.learning_rate / (sqrtf(sum) + args.eps);
 }
 
-// Denominator of partial row-wise Adam; updates the row's second moment.
+// Partial row-wise Adam and LAMB: updates the row's second moment and returns the denominator of
+// the step, sqrt(s / (1 - b2^t)) + eps.
 OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
                                 const OptimizerArgs& args) {
   const float mean = sum_of_squares / static_cast<float>(dim);
@@ -86,16 +91,16 @@ OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
   return sqrtf(moment / args.correction2) + args.eps;
 }
 
-// Rate of LARS-SGD, from the sums of squares of a row and of its gradient. 0 where FBGEMM divides
-// by 0, e.g. for a gradient of 0 without weight decay.
+// LARS-SGD: the factor of g + wd * w, from the sums of squares of the row (`weights`) and of its
+// gradient. 0 where FBGEMM divides by 0, e.g. for a gradient of 0 without weight decay.
 OPER_HD float lars_rate(float weights, float gradient, const OptimizerArgs& args) {
   const float norm = sqrtf(weights);
   const float below = sqrtf(gradient) + args.weight_decay * norm;
   return below > 0.0f ? args.learning_rate * norm / below : 0.0f;
 }
 
-// Learning rate of LAMB times its trust ratio, from the sums of squares of a row and of its step. 0
-// where FBGEMM divides by 0: the step is 0 then.
+// LAMB: the factor lr * |w| / |r| of the step r, from the sums of squares of the row (`weights`)
+// and of the step. 0 where FBGEMM divides by 0, where the step is 0, too.
 OPER_HD float lamb_rate(float weights, float step, const OptimizerArgs& args) {
   return step > 0.0f ? args.learning_rate * (sqrtf(weights) / sqrtf(step)) : 0.0f;
 }

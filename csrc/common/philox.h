@@ -45,8 +45,8 @@ struct RoundingKey {
   uint32_t step_low = 0, step_high = 0;   // number of the optimizer's step
 };
 
-// 16 random bits each for the columns 8 * block .. 8 * block + 7 of row `row` (its logical id): the
-// words in order, the low half of each first.
+// Random numbers of 16 bits for the columns 8 * block .. 8 * block + 7 of a row: the halves of the
+// words in order, the low one first. `row`: its id in the whole table, whatever the plan.
 OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t block,
                               uint32_t purpose = kRoundingRows) {
   // A row has at most 2^20 columns, and steps stay below 2^44.
@@ -54,7 +54,8 @@ OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t blo
                     key.key1);
 }
 
-// A draw depends only on the key and the purpose.
+// 128 random bits that depend on the arguments only, e.g. on a key (`of`) and the number of an
+// update.
 OPER_HD Philox4 draw_bits(uint64_t seed, uint64_t of, uint32_t number, uint32_t purpose) {
   return philox4x32({{static_cast<uint32_t>(of), static_cast<uint32_t>(of >> 32), number, purpose}},
                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));

@@ -1,10 +1,10 @@
 // Blocks of lines of delimited text, parsed column by column.
 //
 // First, the positions of all separators are found, 64 bytes at a time (as in simdjson: Langdale
-// and Lemire, 2019). Fields of columns of bits, short numbers or hexadecimal digits are then loaded
-// as 64-bit words and decoded together, vectorised and without branches on their contents. Other
-// columns, and columns with an unsuitable field, are read field by field. A block with an irregular
-// line is refused entirely.
+// and Lemire, "Parsing gigabytes of JSON per second", VLDB Journal 2019). Then each column is
+// decoded: bits, integers of up to 8 digits and hexadecimal digits as 64-bit words, in loops that
+// vectorise and do not branch on the text; other columns, and columns with a longer field, field by
+// field. A block with an irregular line (see text.cpp) is refused as a whole.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,13 @@ namespace {
 constexpr int64_t kBlockLines = 64;
 constexpr int64_t kBlockColumns = 64;  // maximum number of columns
 constexpr int64_t kStride = 64;        // bytes searched for separators at once
-// Bytes after a block that may be read too: the rest of a stride, and of the last field's word.
+// Bytes after a block that may be read, too: the rest of a stride, and of the last field's word.
 constexpr int64_t kMargin = kStride + 8;
 
 // The fields of one column in a block.
 struct Words {
-    uint64_t text[kBlockLines];   // the eight bytes from the field's begin on, after a minus sign
+    // The eight bytes from the field's first one on, without a minus sign.
+    uint64_t text[kBlockLines];
     uint64_t size[kBlockLines];   // bytes of the field without the sign
     uint64_t minus[kBlockLines];  // 1 if there is a minus sign
 };
@@ -92,7 +93,8 @@ OPER_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
     }
     const int64_t lines = std::min(found / num_columns, most);
     for (int64_t k = lines * num_columns; k < found; ++k) feeds -= p[ends[k]] == '\n';
-    // If there are `lines` line feeds, one at the end of each line, all other ends are separators.
+    // If there are as many line feeds as lines, and each line ends with one, all other ends are
+    // separators.
     bool ok = feeds == lines;
     for (int64_t k = 1; k <= lines; ++k) ok &= p[ends[k * num_columns - 1]] == '\n';
     return ok ? lines : 0;

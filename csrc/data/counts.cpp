@@ -1,4 +1,5 @@
-// Dictionary encoding of values, assignment of ids, and tables of counts.
+// Dictionary encoding of values, hash tables of ids and their counts, and assignment of ids by
+// count.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -19,7 +20,7 @@ constexpr Key<V> kFlip = std::is_signed_v<V> ? Key<V>{1} << (8 * sizeof(V) - 1) 
 template <class V>
 struct Entry {
     Key<V> key;
-    Key<V> with;  // payload: a code or a count
+    Key<V> with;  // what is sorted along: a code or a count
 };
 
 // LSD radix sort by key, which skips digits that are equal in all keys.
@@ -50,7 +51,8 @@ void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
 
 constexpr int64_t kBlock = 64;  // values whose slots are prefetched together
 
-// Codes 1, 2, ... of distinct values by first occurrence, in a hash table with open addressing.
+// Gives distinct values the codes 1, 2, ... in the order of their first occurrence: a hash table
+// with open addressing.
 template <class V>
 class Codes {
   public:
@@ -122,7 +124,8 @@ class Codes {
     int shift_;
 };
 
-// Rank of a code's value, and its count.
+// The final code of a value, by ascending values instead of first occurrence, and the value's
+// count.
 struct Final {
     uint32_t place, count;
 };
@@ -314,9 +317,10 @@ int64_t tally_list(const Tallied<V>* slots, int32_t bits, V above, int32_t level
         default: return -1;                                      \
     }
 
-// Finds the distinct values and returns their number K; the result is cached in the thread until
-// `oper_data_encoded` writes it. valid: Arrow validity bitmap from bit `offset` on, null = all
-// valid; expected: approximate number of distinct values, 0 = unknown.
+// Finds the distinct values of `values`, [size] of a Kind, and returns their number K, or -1 for an
+// unknown kind. The thread keeps the result for `oper_data_encoded`. valid: Arrow validity bitmap,
+// from bit `offset` on; null = all valid. expected: approximate number of distinct values, 0 =
+// unknown.
 OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const uint8_t* valid,
                                        int64_t offset, int64_t size, int64_t expected) {
     BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size,
@@ -331,8 +335,9 @@ OPER_DATA_API int64_t oper_data_encoded(int32_t kind, void* codes, void* distinc
     BY_KIND(kind, return oper::data::encoded<V>(codes, static_cast<V*>(distinct), counts))
 }
 
-// Finds ids whose 64-bit hash (the finalizer of splitmix64) has at least `level` leading zeros, 1
-// to 63. Writes their indices to `places`, with room for [size]; returns their number.
+// Finds the ids whose 64-bit hash (the finalizer of splitmix64) has at least `level` (1 to 63)
+// leading zeros. Writes their indices to `places`, which must have space for `size`; returns their
+// number.
 OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t level,
                                        int64_t* places) {
     int64_t n = 0;
@@ -343,14 +348,15 @@ OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t
     return n;
 }
 
-// Tables of ids and counts: hash tables with open addressing and 2^bits slots of (id, count), both
-// uint32 or (`wide`) uint64; count 0 = free.
+// The following functions work on tables of ids and counts: hash tables with open addressing and
+// 2^bits slots (id, count), both uint32 or, if `wide`, uint64. A count of 0 marks a free slot.
 #define BY_WIDTH(wide, call)                    \
     if (wide) { using V = uint64_t; call; }     \
     else { using V = uint32_t; call; }
 
-// Adds ids to such a table. counts: count of each id, int64 [size], >= 1; null = 1. Adds the number
-// of new ids to `*used`, and stops before it could exceed `limit`; returns the number of ids taken.
+// Counts ids in such a table. counts: what to add for each id, int64 [size], >= 1; null = 1. Adds
+// the number of new ids to `*used`, and stops before that could exceed `limit`. Returns the number
+// of ids that were counted.
 OPER_DATA_API int64_t oper_data_tally(int32_t wide, void* table, int32_t bits, const int64_t* ids,
                                       const int64_t* counts, int64_t size, int64_t limit,
                                       int64_t* used) {
@@ -380,7 +386,8 @@ OPER_DATA_API int64_t oper_data_tally_purge(int32_t wide, void* table, int32_t b
     BY_WIDTH(wide, return tally_purge(static_cast<Tallied<V>*>(table), bits, static_cast<V>(level)))
 }
 
-// Adds the number of slots with count c to few[c], int64 [size]; the last entry includes larger c.
+// Adds the number of slots with count c to few[c], int64 [size]; the last element includes larger
+// counts.
 OPER_DATA_API int64_t oper_data_tally_levels(int32_t wide, const void* table, int32_t bits,
                                              int64_t* few, int64_t size) {
     using namespace oper::data;

@@ -1,5 +1,5 @@
-// Counting values and parsing text for preprocessing: a separate library with a C interface, so
-// that workers that read logs need not load torch. Python calls it through ctypes without the GIL.
+// Parses text and counts values for preprocessing. A separate library with a C interface, so that
+// processes that read logs need not load torch. Python calls it by ctypes, which releases the GIL.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct Column {
     int64_t low, high;    // bounds of kInteger and kWhole
     void* out;            // kBit: int8; kInteger, kWhole: int64; kNumber: float; kDecimal: double;
                           // kHex32: uint32
-    uint8_t* is_there;    // output, 0 where missing; null = not requested
-    const char* missing;  // text that denotes a missing field, like the empty text; null = none
+    uint8_t* is_there;    // output, 1 where the field is there, else 0; null = not needed
+    const char* missing;  // text that means a missing field, as empty text always does; null = none
     int64_t missing_size;
 };
 

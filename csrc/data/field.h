@@ -1,7 +1,8 @@
 // Parses one field of delimited text to a number.
 //
-// Only plain forms are accepted: decimal integers of at most 18 digits, decimal fractions without
-// an exponent, and eight lower-case hexadecimal digits.
+// Accepts plain forms only: decimal integers of at most 18 digits, decimal fractions without an
+// exponent, and eight lower-case hexadecimal digits. A field in another form is irregular, see
+// text.cpp.
 #pragma once
 
 #include <charconv>
@@ -76,19 +77,21 @@ inline const char* decimal(const Field& f, double* value) {
     return done.ec == std::errc() ? p : nullptr;
 }
 
-// Parses an integer, which may be written 17850.0; returns as `integer` does.
+// Parses an integer that may be written with a fraction of zeros, like 17850.0; returns as
+// `integer` does.
 inline const char* whole(const Field& f, int64_t* value) {
     double number = 0;
     const char* p = integer(f, value);
     if (p) return p;
     p = decimal(f, &number);
-    // The caller's bounds refuse numbers beyond 2^53 anyway.
+    // Larger numbers are not exact, and the caller's bounds refuse them anyway.
     if (!p || number > 9007199254740992.0 || number < -9007199254740992.0) return nullptr;
     *value = static_cast<int64_t>(number);
     return static_cast<double>(*value) == number ? p : nullptr;
 }
 
-// Returns the position after a skipped field; null if it has characters that must be examined.
+// Returns the position after a skipped field; null if it has characters for which the line is
+// irregular.
 inline const char* skip(const Field& f) {
     auto p = static_cast<const char*>(std::memchr(f.at, f.separator, f.end - f.at));
     if (!p) p = f.end;

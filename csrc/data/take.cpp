@@ -20,8 +20,9 @@ void take_rows(const In* values, const int64_t* ends, const int32_t* order, int6
     }
 }
 
-// Concatenates the pieces of a column in thread-local memory: new pages would cost more than the
-// copy, which also brings the column into the cache for the random accesses that follow.
+// Returns the pieces of a column as one array. It is copied to thread-local memory, since new pages
+// would take longer than the copy; this also brings it into the cache for the random accesses that
+// follow.
 template <class In>
 const In* joined(const void* const* pieces, const int64_t* sizes, int64_t num_pieces) {
     if (num_pieces == 1) return static_cast<const In*>(pieces[0]);
@@ -45,10 +46,11 @@ void take(const void* const* pieces, const int64_t* sizes, int64_t num_pieces, c
 
 }  // namespace
 
-// Gathers rows `order` [n] of a column, `size` rows per batch; batch k is written from outs[k] on.
-// The column's values are given in pieces. `ends` are offsets of bags in all pieces together; if
-// null, each row has one value, and the values of a batch are written `step` elements apart.
-// `kind`: 0 = int32 to int64, 1 = int64 to int64, 2 = float to float.
+// Gathers the rows `order` [n] of a column, `size` rows per batch, and writes batch k to outs[k].
+// The column's values are given in `num_pieces` pieces of sizes[p] values. `ends`: bag i of the
+// column has the values [ends[i], ends[i + 1]) of all pieces together; null: each row has one
+// value, and the values of a batch are written `step` elements apart. `kind`: 0 = int32 to int64, 1
+// = int64 to int64, 2 = float to float.
 OPER_DATA_API void oper_data_take(int32_t kind, const void* const* pieces, const int64_t* sizes,
                                   int64_t num_pieces, const int64_t* ends, const int32_t* order,
                                   int64_t n, int64_t size, int64_t step, void* const* outs) {

@@ -1,7 +1,8 @@
 // Parses lines of delimited text to columns of numbers.
 //
-// Irregular lines are left to the caller, which handles all forms and errors, so that only one
-// place decides which lines are malformed.
+// A line is irregular if it has another number of fields, or a field that field.h does not accept.
+// It is left to the caller, in Python, which accepts more forms and decides which lines are
+// malformed.
 #include <algorithm>
 #include <cstring>
 
@@ -41,7 +42,7 @@ OPER_DATA_API int64_t oper_data_parse(
         int64_t* lines, int64_t* num_irregular) {
     using namespace oper::data;
     const char* p = data;
-    int64_t one_by_one = 0;  // lines before this one are parsed one by one, not as a block
+    int64_t one_by_one = 0;  // lines before this one are parsed singly, since a block was refused
     const char* stop = data + size;
     const bool has_blocks = num_columns <= kBlockColumns;
     while (p != stop && *lines < capacity) {

@@ -1,4 +1,4 @@
-// Reading a batch, and helpers shared by several kernels.
+// How kernels read a batch, and functions that several kernels use.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace oper::device {
 
-constexpr int kTile = 32;  // bags or ids per tile, which a warp processes
+constexpr int kTile = 32;  // bags or ids of a tile, which a warp processes
 
 OPER_DEVICE int64_t id_at(const Batch& batch, int64_t i) {
   return batch.ids_are_32_bit ? static_cast<const int32_t*>(batch.ids)[i]
@@ -24,7 +24,7 @@ OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
   }
 }
 
-// Stores an error unless there is one. Nothing waits for it: the host reads it in the next call.
+// Stores an error unless one is stored already. The host reads it in the next call.
 OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
   if (atomicCAS(error.claimed, 0, 1) != 0) return;
   volatile ErrorWord* word = error.word;
@@ -34,7 +34,8 @@ OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t deta
   word->code = code;
 }
 
-// Largest k in [low, high) with holds(k), which is true for `low` and for all below such a k.
+// Largest k in [low, high) with holds(k), which must be true for `low` and for all up to the
+// result.
 template <class Holds>
 OPER_DEVICE int64_t last_that(int64_t low, int64_t high, Holds holds) {
   while (high - low > 1) {
@@ -48,13 +49,13 @@ OPER_DEVICE int64_t last_that(int64_t low, int64_t high, Holds holds) {
   return low;
 }
 
-// Largest k in [0, n) with values[k] <= value; values[0] <= value, ascending.
+// Largest k in [0, n) with values[k] <= value, for ascending values with values[0] <= value.
 template <class T>
 OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
   return last_that(0, n, [&](int64_t k) { return values[k] <= value; });
 }
 
-// First k in [0, n] with key_at(k) >= key, found by the lanes of a warp together.
+// First k in [0, n) with key_at(k) >= key, or n; found by the lanes of a warp together.
 template <class KeyAt>
 OPER_DEVICE int64_t lower_bound(const Group<32>& warp, int64_t n, int64_t key, KeyAt key_at) {
   int64_t low = 0, high = n;
@@ -68,14 +69,14 @@ OPER_DEVICE int64_t lower_bound(const Group<32>& warp, int64_t n, int64_t key, K
   return low;
 }
 
-// First k in [0, n] with key_at(k) >= key.
+// First k in [0, n) with key_at(k) >= key, or n.
 template <class KeyAt>
 OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
   return last_that(-1, n, [&](int64_t k) { return key_at(k) < key; }) + 1;
 }
 
-// One block of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n], for k
-// = n on thread 0. Returns the last sum to every thread.
+// For blocks of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n], for
+// k = n on thread 0. Returns the last sum to every thread.
 template <class Value, class Store>
 OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
   __shared__ int64_t of_warps[8];
@@ -107,8 +108,8 @@ OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
 
 // ---- pairs --------------------------------------------------------------------------------------
 
-// Calls body(feature number, id's index in the batch, bag, pair) for every id of every feature; a
-// warp takes a tile of bags (pooled) or ids at a time. Unpooled: the bag has no meaning.
+// Calls body(feature, index of the id in the batch, bag, number of the pair) for every pair. A warp
+// takes a tile at a time. If the lookup is not pooled, the bag has no meaning.
 template <class Body>
 OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan& plan, Body body) {
   const Group<32> group;
@@ -162,12 +163,13 @@ OPER_DEVICE bool outbox_is_closed(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 
-// Whether any rank refuses its batch or updates with other settings than this one, or a peer is
-// lost. All ranks find the same, and report the lowest rank for which it holds. One block.
+// Whether a rank refuses its batch or updates with other settings than this one, or a peer is lost.
+// All ranks get the same result, and report the lowest such rank. For one block.
 OPER_DEVICE bool is_refused(const View& view) {
   const auto header = [&](int64_t rank) {
     return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);
   };
+  // Numbers 1 and 0, which `block_sums` counts.
   const auto refuses = [&](int64_t rank) { return header(rank)->num_runs < 0 ? 1 : 0; };
   const auto differs = [&](int64_t rank) {
     return header(rank)->settings != static_cast<int64_t>(*view.settings) ? 1 : 0;
@@ -189,7 +191,7 @@ inline void clear(void* data, int value, int64_t num_bytes, cudaStream_t stream)
         "cannot clear device memory");
 }
 
-// Whether rows of a matrix, and so their parts of 16 bytes, are aligned.
+// Whether all rows of a matrix begin at multiples of 16 bytes.
 inline bool is_wide(const float* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 4 == 0;
 }

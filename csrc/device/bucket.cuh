@@ -6,7 +6,8 @@
 
 namespace oper::device {
 
-// Of values of the lanes, the one with the lowest score, and of these with the lowest number.
+// A number with a score. `first_of`: of the lanes', the one with the lowest score, and of several
+// the one with the lowest number.
 struct Scored {
   uint64_t score;
   uint64_t number;
@@ -38,7 +39,7 @@ struct WarpBucket {
   uint64_t candidate = 0;
   uint32_t candidate_clock = 0;
   uint8_t candidate_count = 0;
-  // Of the slots: whose keys have lost them, and that have been given to other keys.
+  // Slots (a bit each) that keys have lost, and those that were given to other keys.
   uint64_t lost = 0, given = 0;
   uint32_t events[kLookups] = {};
 
@@ -68,13 +69,14 @@ struct WarpBucket {
     return found;
   }
   OPER_DEVICE void set_age(int k, KeyAge age) { at.ages[slot(k)] = ages[k] = age; }
-  // Concurrent lookups without gradients may read the hash; they get the old or the new one.
+  // Lookups without gradients may run at the same time: they read the old or the new hash.
   OPER_DEVICE void set_key(int k, uint8_t tag, uint64_t hash) {
     at.hash(slot(k)) = hashes[k] = hash;
     at.tags[slot(k)] = tags[k] = tag;
   }
 
-  // Counts a key, and returns with which count it is to get a row; 0 = it has one, or gets none.
+  // Counts a key. Returns its count if the key is to get a row, otherwise 0. `is_known`: a lookup
+  // has found its row.
   OPER_DEVICE uint64_t count(uint64_t hash, uint64_t occurrences, bool is_known) {
     const uint64_t held = slots_where(
         [&](int k) { return tags[k] == tag_of(hash) && hashes[k] == hash; });
@@ -83,7 +85,7 @@ struct WarpBucket {
 #pragma unroll
       for (int k = 0; k < kSlotsOfLane; ++k) {
         if ((held >> slot(k) & 1) == 0) continue;
-        // The key may have got its row in an update after the lookup that missed it.
+        // The key may have got its row in an update after the lookup that did not find it.
         is_live = is_known || !table.rules.is_expired(ages[k].clock, clock - 1);
         if (is_live) {
           set_age(k, table.rules.seen(ages[k], occurrences, clock));
@@ -122,8 +124,7 @@ struct WarpBucket {
     at.candidate_counts[warp.lane] = candidate_count = count;
   }
 
-  // A slot for a new key: a free one, an expired one, or that of the key to be evicted; -1 if all keys
-  // of the bucket have been seen in this update.
+  // The slot for a new key, see KeyDirectory::take_slot of the host.
   OPER_DEVICE int take_slot(int64_t line) {
     const uint64_t free =
         slots_where([&](int k) { return tags[k] == 0 && slot(k) < at.num_slots; });
@@ -171,7 +172,7 @@ struct WarpBucket {
     return first.score == kNeverEvicted ? -1 : static_cast<int>(first.number);
   }
 
-  // Gives a new key a row, unless all keys of the bucket have been seen in this update.
+  // Gives a new key a row; returns false if this update has seen all keys of the bucket.
   OPER_DEVICE bool admit(uint64_t hash, uint64_t count) {
     const int place = take_slot(home_line(hash));
     if (place < 0) return false;

@@ -11,7 +11,7 @@
 namespace oper::device {
 namespace {
 
-// The class of rows of `dim` columns (1 to 1,024).
+// The class of rows of `dim` columns (1 to 1,024), without its tables.
 RowClass class_of(RowType type, int32_t dim) {
   RowClass made{.type = type};
   const int32_t per_part = type == RowType::kFloat32 ? 4 : 8;
@@ -53,7 +53,7 @@ char* DeviceMemory::take_bytes(size_t bytes) {
   return taken;
 }
 
-// Copies the parts of a description that kernels need to device memory.
+// Fills in a context from a description, and copies what kernels need to device memory.
 class Context::Builder {
  public:
   Builder(Context& context, const Description& d, const Shared& s)
@@ -63,8 +63,9 @@ class Context::Builder {
     order_tables();
     const int64_t T = d_.num_tables, W = d_.world_size;
     maps_ = memory_.copy(d_.maps, 2 * d_.num_maps);
-    c_.mirrors = memory_.take<char>(std::ranges::count(s_.near, false) * outbox_header_bytes(T, W));
-    c_.far_masters = memory_.take<FarMasters>(T * W);
+    const int64_t num_remote = std::ranges::count(s_.local, false);
+    c_.mirrors = memory_.take<char>(num_remote * outbox_header_bytes(T, W));
+    c_.remote_masters = memory_.take<RemoteMasters>(T * W);
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);
     c_.epoch_ = memory_.take<uint32_t>(1);
@@ -108,7 +109,7 @@ class Context::Builder {
   std::vector<int64_t> table_keys_{0}, own_begin_{0};
   const int64_t* maps_;  // in device memory
 
-  // Makes tables of one class of rows consecutive.
+  // Lists the classes of rows, and sorts the tables by class.
   void order_tables() {
     std::vector<RowClass> shapes;
     const auto dim_of = [&](int64_t t) { return static_cast<int32_t>(d_.table(t)[kDim]); };
@@ -134,7 +135,7 @@ class Context::Builder {
     }
   }
 
-  // Table number k in the order of keys; to be called in this order.
+  // Table number k in the order of keys; called in this order.
   Table table(int32_t k) {
     const int64_t W = d_.world_size, t = c_.order[k];
     const int64_t* x = d_.table(t);
@@ -163,19 +164,19 @@ class Context::Builder {
                 nullptr};
     out.pushes = memory_.copy(pushes);
     out.has_push = std::ranges::count(pushes, 1) > 0;
-    out.far_masters = c_.far_masters + k * W;
+    out.remote_masters = c_.remote_masters + k * W;
     list_home_parts(t, out);
     std::vector<uint32_t*> touched;
     std::vector<float*> squares;
     std::vector<int64_t> num_slots;
     for (int64_t r = 0; r < W; ++r) {
       num_slots.push_back(d_.num_slots(t, r));
-      const bool is_near = s_.near[r];
-      touched.push_back(is_near ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr);
-      c_.far_squares.push_back(
-          is_near || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
-      squares.push_back(is_near ? reinterpret_cast<float*>(d_.squares[t * W + r])
-                                : c_.far_squares.back());
+      const bool is_local = s_.local[r];
+      touched.push_back(is_local ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr);
+      c_.remote_squares.push_back(
+          is_local || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
+      squares.push_back(is_local ? reinterpret_cast<float*>(d_.squares[t * W + r])
+                                 : c_.remote_squares.back());
     }
     out.touched = memory_.copy(touched);
     if (!pieces.empty()) {
@@ -228,7 +229,7 @@ class Context::Builder {
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
       Refresh part = d_.refresh(k);
       part.table = place_[part.table];
-      if (!s_.near[part.owner]) part.masters = nullptr;
+      if (!s_.local[part.owner]) part.masters = nullptr;
       tables_[part.table].has_replicas = true;
       refreshes.push_back(part);
     }
@@ -241,8 +242,8 @@ class Context::Builder {
     std::vector<uint32_t*> pads;
     char* mirror = c_.mirrors;
     for (int64_t r = 0; r < d_.world_size; ++r) {
-      outboxes.push_back(s_.near[r] ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror);
-      if (!s_.near[r]) mirror += outbox_header_bytes(d_.num_tables, d_.world_size);
+      outboxes.push_back(s_.local[r] ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror);
+      if (!s_.local[r]) mirror += outbox_header_bytes(d_.num_tables, d_.world_size);
       pads.push_back(reinterpret_cast<uint32_t*>(s_.pads[r]));
     }
     c_.view.outboxes = memory_.copy(outboxes);
@@ -257,7 +258,7 @@ class Context::Builder {
 };
 
 Context::Context(const Description& description, const Shared& shared, int64_t deadline_ms)
-    : near(shared.near), deadline_ms_(deadline_ms) {
+    : local(shared.local), deadline_ms_(deadline_ms) {
   void* words = nullptr;
   check(cudaHostAlloc(&words, sizeof(HostWords), cudaHostAllocMapped),
         "cannot allocate words of host memory");
@@ -269,7 +270,7 @@ void Context::forget_error(cudaStream_t stream) {
   for (const ErrorSink& sink : {view.error, view.peers}) {
     if (sink.word->code == 0 || sink.word->code == 2) continue;
     check(cudaMemsetAsync(sink.claimed, 0, sizeof(int), stream), "cannot forget an error");
-    // No earlier kernel on the stream still writes the word, since each finds it claimed.
+    // Kernels that still run on the stream do not write the word, since they find it claimed.
     *sink.word = {};
   }
 }

@@ -1,4 +1,4 @@
-// State of one rank's operators between calls.
+// The state of one rank in the device back end between calls of operators.
 #pragma once
 
 #include <memory>
@@ -11,21 +11,20 @@
 
 namespace oper::device {
 
-// Addresses that only device memory has: all ranks' signal pads [W], this rank's arena, and which
-// ranks' memory can be addressed [W].
+// What a Description does not contain.
 struct Shared {
-  const int64_t* pads;
-  int64_t arena_begin, arena_bytes;
-  std::vector<bool> near;
+  const int64_t* pads;  // [W] addresses of the ranks' signal pads, see `arrive_and_wait`
+  int64_t arena_begin, arena_bytes;  // of this rank
+  std::vector<bool> local;           // [W] ranks whose memory this rank can address
 };
 
 // Host memory that kernels write.
 struct HostWords {
-  ErrorWord error, peers;  // as in View
-  int64_t duplication[2];  // pairs and runs of the last batch that was planned
+  ErrorWord error, peers;  // see View
+  int64_t duplication[2];  // see View
 };
 
-// An allocator of zeroed device memory, all of which is freed with it.
+// Allocates zeroed device memory, and frees all of it when it is destroyed.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -53,53 +52,55 @@ class DeviceMemory {
 
  private:
   char* take_bytes(size_t bytes);
-  // Copies of pageable memory and memset may return before they have ended, and torch's streams do
-  // not wait for the default one.
+  // Copies from pageable memory and cudaMemset may return before they have ended, and torch's
+  // streams do not wait for the default stream, on which they run.
   static void wait() { check(cudaDeviceSynchronize(), "cannot write to device memory"); }
   std::vector<char*> blocks_;
   size_t left_ = 0;  // bytes of the last block
   char* next_ = nullptr;
 };
 
+// The tables (and column pieces) of the plan are sorted by their class of rows; this is the order
+// of keys, see Table.
 struct Context {
-  // `order`, `message_tables`: by table in the order of keys; other numbers of tables are those of the
-  // plan.
   Context(const Description& description, const Shared& shared, int64_t deadline_ms);
 
   View view{};
   std::vector<RowClass> classes;
-  std::vector<int32_t> order;                      // the plan's number
-  std::vector<Messages::Table> message_tables;
-  UpdateArgs* optimizers;                          // device memory, in the order of keys
-  uint32_t* settings;                              // device memory: hash of the optimizers' arguments
-  std::vector<int32_t> logical;  // the collection's number of every feature (of a column piece)
-  std::vector<bool> near;        // [W] whether this rank can address a rank's memory
+  std::vector<int32_t> order;                   // [T] in the order of keys: number in the plan
+  std::vector<Messages::Table> message_tables;  // [T] in the order of keys
+  UpdateArgs* optimizers;                       // [T] in the order of keys, in device memory
+  uint32_t* settings;                           // in device memory, see View
+  std::vector<int32_t> logical;                 // [F] of each feature: its number in the collection
+  std::vector<bool> local;                      // [W] ranks whose memory this rank can address
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
-  int64_t inbox_capacity;        // entries of one rank in the inbox
+  int64_t inbox_capacity;        // see Inbox
   int64_t output_columns = 0, unpooled_columns = 0;
   int64_t max_row_bytes = 0;
   int32_t max_dim = 0;
-  bool updates_at_once, has_push = false;
-  // Data received from ranks of other domains, in device memory, where kernels read it: headers of
-  // their outboxes in rank order; sums of squares of their rows for column pieces (two rounds), [T,
-  // W]; and FarMasters [T, W].
+  bool updates_at_once;   // a single rank without replicas or column pieces, see `reduce`
+  bool has_push = false;  // a table has pushed tiers
+  // What kernels read of remote ranks (those of other memory domains), once it has been received
+  // into device memory: headers of their outboxes, in rank order; [T, W] sums of squares of their
+  // rows of column pieces (for two rounds); and [T, W] RemoteMasters.
   char* mirrors;
-  std::vector<float*> far_squares;
-  FarMasters* far_masters;
+  std::vector<float*> remote_squares;
+  RemoteMasters* remote_masters;
 
   ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
-  // Clears the error of one batch, so that errors of later batches are reported. A lost peer stays
-  // lost.
+  // Clears the error of a batch, so that errors of later batches are reported; not that of a lost
+  // peer.
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return words_->duplication; }
-  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, rows of peers are
-  // fetched once (a row is then written and read once more in local memory, at ten times the speed
-  // of a link; the threshold has not been measured between devices), and kernels expect several
-  // gradients per row.
+  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, each row of a peer
+  // is fetched once, see `stage` (it is then written to and read from this device's memory once
+  // more, which is ten times as fast as a link; the threshold has not been measured between
+  // devices), and kernels expect several gradients per row.
   bool rows_repeat() const {
     return static_cast<double>(words_->duplication[0]) >
            1.5 * static_cast<double>(words_->duplication[1]);
   }
+  // Waits for all ranks of this memory domain, see `arrive_and_wait`.
   void barrier(cudaStream_t stream) const;
 
  private:
@@ -109,12 +110,12 @@ struct Context {
   };
   std::unique_ptr<HostWords, FreeHost> words_;
   DeviceMemory memory_;
-  uint32_t* epoch_;
+  uint32_t* epoch_;  // arguments of `arrive_and_wait`
   uint32_t** pads_;
   int64_t deadline_ms_;
 };
 
-// Allocates consecutive parts of one block; if the block is null, it only counts bytes.
+// Allocates consecutive parts of a block; if the block is null, only counts the bytes.
 class BumpAllocator {
  public:
   explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}
@@ -131,7 +132,7 @@ class BumpAllocator {
   int64_t used_ = 0;
 };
 
-// Device memory of one batch plan and its work buffers, allocated within `block`.
+// Device memory of one batch plan and its work buffers. With a null `block`, only `bytes` is set.
 struct Workspace {
   BatchPlan plan;
   LongRuns long_runs;
@@ -139,7 +140,7 @@ struct Workspace {
   int64_t bytes;
 };
 Workspace lay_out(const Context& context, const Batch& batch, void* block);
-// Memory that an owner retains between steps, allocated within `block`.
+// An owner's inbox within `block`, which it keeps between steps; if that is null, only its `bytes`.
 Inbox lay_out_inbox(const Context& context, void* block);
 
 }  // namespace oper::device

@@ -1,4 +1,4 @@
-// Groups of lanes that process a row together, and the distribution of a row over their registers.
+// Groups of lanes that process a row together, and how a row is spread over their registers.
 #pragma once
 
 #include <type_traits>
@@ -9,9 +9,9 @@
 namespace oper::device {
 
 // G consecutive lanes of a warp, which must call every member together. `in_step`: all groups of
-// the warp run in lockstep and call members together, each with its own values. Without lockstep,
-// shuffles with a mask that is unknown at compile time take several more instructions, and
-// divergent groups run one after another.
+// the warp call members together (in lockstep), each with its own values. Without lockstep,
+// divergent groups run one after another, and shuffles take several more instructions, as the
+// compiler does not know their mask.
 template <int G>
 struct Group {
   int lane;
@@ -53,6 +53,7 @@ struct Group {
   }
   OPER_DEVICE void sync() const { __syncwarp(mask); }
 
+  // Number of this group in the grid, and the number of groups.
   static OPER_DEVICE int64_t index() {
     return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / G;
   }
@@ -63,8 +64,7 @@ struct Group {
 
 OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
 
-// Copies bytes with all lanes, in the widest parts that size and addresses allow; at least 2 bytes
-// each.
+// Copies a row with all lanes of a group, in parts of 16, 4 or 2 bytes as size and addresses allow.
 template <int G>
 OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int64_t num_bytes) {
   const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) |
@@ -85,8 +85,9 @@ OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int
 
 // ---- parts of rows -----------------------------------------------------------------------------
 
-// Distribution of a row over a group: lane l has columns (i * G + l) * E .. + E for i < V. E
-// elements of type T take 16 bytes, or E = 1 if the size of rows is not a multiple of 16 bytes.
+// How a row is spread over a group: lane l has the columns [c, c + E) with c = (i * G + l) * E, for
+// i < V. E elements of type T take 16 bytes; or E = 1, if the size of rows is not a multiple of 16
+// bytes.
 template <class T_, int E_, int G_, int V_>
 struct Shape {
   using T = T_;
@@ -94,22 +95,23 @@ struct Shape {
   static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
 };
 
-// The same rows over half as many lanes, if a lane then has 32 bytes: a warp processes twice as
-// many rows at a time, and so executes fewer instructions per row.
+// The same rows spread over half as many lanes, if each lane then has 32 bytes: a warp processes
+// twice as many rows at a time, with fewer instructions per row.
 template <class S>
 using Halved = std::conditional_t<S::V == 1 && S::E * sizeof(typename S::T) == 16 && (S::G >= 8),
                                   Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
-// For kernels in which rows of 16-bit elements do not gain: groups that are not in lockstep, or
-// whose shared memory holds too few of the longer parts.
+// The same for rows of 32-bit elements only: for kernels in which 16-bit ones do not gain, as their
+// groups are not in lockstep or shared memory holds too few of the longer parts.
 template <class S>
 using HalvedIf32 = std::conditional_t<sizeof(typename S::T) == 4, Halved<S>, S>;
 
-// Blocks of 256 threads that a multiprocessor must hold: two if a row takes few registers.
+// Blocks of 256 threads that a multiprocessor must hold (__launch_bounds__): two if a row takes few
+// registers.
 template <class Shape>
 constexpr int kBlocks = Shape::V * Shape::E <= 16 ? 2 : 1;
 
-// E consecutive elements in their memory format, in which rows in flight take few registers.
+// E consecutive elements as they are in memory, in which form rows in flight take few registers.
 template <class S, int E>
 struct Part {
   static constexpr bool kWords = E * sizeof(S) % 16 == 0;
@@ -121,8 +123,8 @@ struct Part {
   using Word = std::conditional_t<kWords, uint4, Elements>;
   Word words[kCount];
 
-  // `wide`: the address is a multiple of 16. The read-only path is valid because no kernel loads a
-  // part again after the part has changed.
+  // `wide`: the address is a multiple of 16. __ldg is allowed because no kernel loads a part again
+  // that has changed since.
   OPER_DEVICE void load(const S* from, bool wide) {
     if constexpr (kWords) {
       if (wide) {
@@ -180,13 +182,13 @@ OPER_DEVICE void store_elements(float* to, const float (&from)[E], bool wide) {
   for (int k = 0; k < E; ++k) to[k] = from[k];
 }
 
-// A row of `dim` columns in fp32, spread over the lanes of a group.
+// A row in fp32, spread over the lanes of a group. `wide`: addresses are multiples of 16.
 template <class Shape>
 struct Row {
   float v[Shape::V][Shape::E];
 
   OPER_DEVICE void zero() { fill(0.0f); }
-  // The neutral element of addition: x + (-0) is x, including the sign of zeros.
+  // Sets all elements to -0: (-0) + x is bitwise x, also for x = -0.
   OPER_DEVICE void begin() { fill(-0.0f); }
   OPER_DEVICE void fill(float value) {
     each([=](float& a) { a = value; });
@@ -237,7 +239,7 @@ struct Row {
   }
 };
 
-// A row as it lies in memory, of element type S, spread like Row<Shape>.
+// A row of element type S as it is in memory, spread like Row<Shape>.
 template <class Shape, class S>
 struct RawRow {
   Part<S, Shape::E> parts[Shape::V];
@@ -263,7 +265,8 @@ struct RawRow {
   }
 };
 
-// sums[k] += sums[k + width] for k < width, then for half of that, down to one sum.
+// sums[k] += sums[k + width] for k < width; then the same with width / 2, and so on to a single
+// sum.
 template <int width, int N>
 OPER_DEVICE void add_upper_half(float (&sums)[N]) {
   if constexpr (width > 0) {
@@ -273,9 +276,9 @@ OPER_DEVICE void add_upper_half(float (&sums)[N]) {
   }
 }
 
-// Sum over all columns of `products` in the host's order: 16 sums over columns that are equal modulo
-// 16, each in ascending order, then a tree over these (csrc/host/kernels/rows.inl). `buffer` holds the row,
-// G * V * E floats of shared memory that belong to the group, 16 bytes aligned.
+// Sum of all columns of `products` in the order of the host (csrc/host/kernels/rows.inl): 16 sums
+// over the columns that are equal modulo 16, each in ascending order, then pairwise sums of these.
+// `buffer`: the group's G * V * E floats of shared memory, aligned to 16 bytes.
 template <class Shape>
 OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const Group<Shape::G>& group,
                                     float* buffer) {
@@ -316,7 +319,7 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
     }
     sums[k] = sum;
   }
-  // The tree adds l and l + 8, then + 4, + 2, + 1.
+  // Adds the sums l and l + 8, then l and l + 4, l + 2, l + 1.
   add_upper_half<kSums / 2>(sums);
   constexpr int kTop = G >= 16 ? 8 : G / 2;
 #pragma unroll
@@ -326,6 +329,7 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
 
 // ---- choosing a shape --------------------------------------------------------------------------
 
+// Calls body(Shape) with the shape of a class of rows with elements of type T.
 template <class T, class Body>
 void with_shape_of(const RowClass& row_class, Body body) {
   constexpr int E = 16 / sizeof(T);
@@ -347,7 +351,7 @@ void with_shape_of(const RowClass& row_class, Body body) {
   }
 }
 
-// Calls body(Shape) with the shape of a class of rows.
+// The same for the class's element type.
 template <class Body>
 void with_shape(const RowClass& row_class, Body body) {
   switch (row_class.type) {

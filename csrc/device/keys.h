@@ -64,11 +64,10 @@ struct KeyLookup {
   const int32_t* table_of;  // [num_keys] by key of the batch; -1 = no dynamic table
 };
 
-// What an update needs of the ids of a lookup: the hashes of keys, and 2 * table, or 2 * T for ids of
-// other tables; + 1 if the key had a row.
+// What an update needs of the ids of a lookup.
 struct ListedIds {
-  uint64_t* hashes;  // [n]
-  uint32_t* where;   // [n]
+  uint64_t* hashes;  // [n] of keys
+  uint32_t* where;   // [n] 2 * table, or 2 * T for ids of other tables; + 1 if the key had a row
   int64_t num_ids;
 };
 
@@ -95,18 +94,19 @@ KeyInbox lay_out_key_inbox(const KeyView& keys, void* block);
 // `listed.hashes` is null.
 void find_keys(const KeyView& keys, const KeyLookup& lookup, int64_t* rows, const ListedIds& listed,
                cudaStream_t stream);
-// Adds a lookup's ids, which `first` others precede, to the seen ones.
+// Appends a lookup's ids to the `first` ids that `seen` already has.
 void add_keys(const ListedIds& lookup, int64_t first, const SeenKeys& seen, cudaStream_t stream);
-// Leaves the listed keys for their owners. If they do not fit, the batch is refused by `refused`, see
-// BatchPlan. `found_varies`: lookups of one key may have had different results. `is_mixed`: there are
-// several dynamic tables, or others.
+// Lists the seen keys for the owners of their buckets. If they do not fit, the batch is refused by
+// `refused`, see BatchPlan. `found_varies`: directories have changed between the lookups, so that
+// the same key may have been found and not found. `is_mixed`: ids belong to several dynamic tables,
+// or also to other tables.
 void leave_keys(const View& view, const KeyView& keys, SeenKeys& seen, bool found_varies,
                 bool is_mixed, uint32_t* refused, cudaStream_t stream);
-// Updates this rank's buckets by the keys that all ranks have left, unless a rank has refused its
-// batch. `refused`: that of a single rank without an exchange, else null.
+// Updates this rank's buckets by the keys that all ranks have listed, unless a rank has refused its
+// batch. `refused`: see BatchPlan, for a single rank that does not exchange gradients; else null.
 void update_keys(const Launch& on, const KeyView& keys, const KeyInbox& inbox,
                  const uint32_t* refused);
-// Initialises the rows of the new keys of all ranks where this rank holds them.
+// Initialises the rows that all ranks have given to new keys, where this rank has them.
 void begin_rows(const Launch& on, const KeyView& keys);
 
 // The directories of a collection's dynamic tables.

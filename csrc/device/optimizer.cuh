@@ -1,4 +1,5 @@
-// One optimizer step of a row held by a group; the arithmetic of csrc/host/kernels/update.inl.
+// One optimizer step of a row that a group has in registers, with the arithmetic of
+// csrc/host/kernels/update.inl.
 #pragma once
 
 #include "device/batch.cuh"
@@ -6,7 +7,7 @@
 
 namespace oper::device {
 
-// Position of the row in a slot of this rank.
+// Position in hotness order of the row in a slot of this rank.
 OPER_DEVICE int64_t position_at(const Table& table, int64_t slot) {
   for (int32_t k = 0; k < table.num_home_parts; ++k) {
     const HomePart& part = table.home_parts[k];
@@ -20,14 +21,16 @@ OPER_DEVICE int64_t position_at(const Table& table, int64_t slot) {
 OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
   const int64_t num_head = table.head_ids.num_head;
   if (position < num_head) return table.head_ids.by_position[position];
-  // The cold row of this ordinal comes after the k head ids with ascending[j] - j <= ordinal.
+  // The cold row (outside the explicit head) number `ordinal` comes after those head ids with
+  // ascending[j] - j <= ordinal.
   const int64_t ordinal = position - num_head;
   return ordinal + lower_bound(num_head, ordinal + 1, [&](int64_t j) {
            return static_cast<int64_t>(table.head_ids.ascending[j]) - j;
          });
 }
 
-// A row of shared memory for each group of a block: size of one and of all (floats); this group's.
+// Shared memory for one row of each group of a block, in floats: of one group and of all; and this
+// group's.
 template <class Shape>
 constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
 template <class Shape>
@@ -46,8 +49,8 @@ OPER_DEVICE uint32_t round_pair(T type, float first, float second, uint32_t rand
          static_cast<uint32_t>(round_to(type, second, random >> 16).bits) << 16;
 }
 
-// Whether `round_plain_pair`, which takes fewer instructions, rounds a number as `round_pair` does:
-// by adding random bits to its last places and truncating.
+// Whether `round_plain_pair`, which takes fewer instructions, gives the same result as `round_pair`
+// for a number: it adds the random bits to the lowest bits, and truncates.
 OPER_DEVICE bool is_plain(Float16, float value) {  // 2^-14 to 2^15
   return (bits_of_float(value) & 0x7fffffffu) - 0x38800000u < 0x47000000u - 0x38800000u;
 }
@@ -75,12 +78,11 @@ OPER_DEVICE uint32_t round_plain_pair(BFloat16, float first, float second, uint3
 }
 #endif
 
-// Arguments of `apply` in addition to a row's elements: its slot; row-wise Adagrad's state; the id
-// that determines stochastic rounding.
+// What the optimizer needs of a row in addition to its elements.
 struct RowFacts {
   int64_t slot;
-  float state;
-  uint32_t id;
+  float state;  // of row-wise Adagrad
+  uint32_t id;  // of rows of 16-bit elements, for stochastic rounding
 };
 template <class T>
 OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) {
@@ -92,13 +94,13 @@ OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) 
   return facts;
 }
 
-// `kKind`: the optimizer of all tables if they have the same one, else kNone.
+// kKind: the optimizer of all tables, or kNone if it is only known at run time.
 template <class Shape, Optimizer kKind = Optimizer::kNone>
 class RowOptimizer {
  public:
   using T = typename Shape::T;
 
-  // `dim`: as in RowClass; `buffer`: a row of shared memory that belongs to the group.
+  // `dim`: as in RowClass; `buffer`: see `group_buffer`.
   OPER_DEVICE RowOptimizer(const Table& table, int32_t dim, const UpdateArgs& args,
                            const Group<Shape::G>& group, float* buffer)
       : table_(table),
@@ -115,8 +117,9 @@ class RowOptimizer {
   OPER_DEVICE Optimizer kind() const { return kKind == Optimizer::kNone ? args_.kind : kKind; }
   OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
 
-  // Converts a row's exact gradient to the one that the optimizer uses: clipped, then with decay.
-  // `squares`: its sum of squares over all columns of the row, needed if the optimizer clips.
+  // Turns a row's gradient into the one that the optimizer uses: clips it, then adds L2 weight
+  // decay. `squares`: the gradient's sum of squares over all columns of the row, needed for
+  // clipping.
   OPER_DEVICE void clip_and_decay(int64_t slot, Row<Shape>& g, float squares) const {
     if (clips()) {
       const float factor = clip_factor(squares, args_.max_norm);
@@ -135,8 +138,9 @@ class RowOptimizer {
     return sum_in_host_order(squares, dim_, group_, buffer_);
   }
 
-  // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers;
-  // `w`: the row, which is updated. `writes`: false for a group that only stays in lockstep.
+  // Updates the row `w` and writes it. `squares`: sum of squares of `g` over all columns of the
+  // row, for row-wise optimizers. `writes`: false for a group that only takes part to stay in
+  // lockstep.
   OPER_DEVICE void apply(const Row<Shape>& g, float squares, Row<Shape>& w, const RowFacts& facts,
                          bool writes = true) const {
     if (kind() == Optimizer::kNone) return;
@@ -182,8 +186,8 @@ class RowOptimizer {
     s.store(state + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
 
-  // Stochastic rounding by numbers that depend only on the row's id, the column and the step. 8
-  // columns use one block of 8 numbers, unless a piece begins within a block.
+  // Stochastic rounding, see `rounding_bits`. 8 columns use one block of 8 random numbers, unless a
+  // column piece begins within a block.
   OPER_DEVICE void store_rounded(T* row, uint32_t id, const Row<Shape>& w) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
@@ -254,7 +258,7 @@ class RowOptimizer {
     return root;
   }
 
-  // Updates the moments of Adam or LAMB and calls finish(part, element, step) for every element.
+  // Updates the moments of Adam or LAMB, and calls finish(i, e, step) for every element v[i][e].
   template <class Finish>
   OPER_DEVICE void moments(int64_t slot, const Row<Shape>& g, float squares, const Row<Shape>& w,
                            bool row_wise, Finish finish) const {
@@ -321,7 +325,7 @@ class RowOptimizer {
   }
 };
 
-// Lists a replicated row that its owner has updated; all lanes call, one writes.
+// Adds a slot that its owner has updated to the list of touched ones, if its row is replicated.
 OPER_DEVICE void note_touched(const View& view, const Table& table, int32_t table_index,
                               int64_t slot) {
   for (int32_t k = 0; k < view.num_refreshes; ++k) {

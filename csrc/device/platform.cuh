@@ -1,5 +1,5 @@
-// Platform of the device code: CUDA or, in tests on machines without a GPU, an emulation of the
-// parts of CUDA that it uses (tests/cuda/emulation.h).
+// What device code uses of CUDA or, in tests on machines without a GPU, of its emulation
+// (tests/cuda/emulation.h).
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,11 @@
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
     check(cudaGetLastError(), "cannot launch " #kernel);             \
   } while (false)
-// For a kernel that may start while its predecessor on the stream still runs (programmatic
-// dependent launch, sm_90 and newer). It must call `wait_for_earlier_kernel` before it reads what
-// that writes, or writes what that uses; the predecessor may call `let_next_kernel_begin`. It may
-// read results of still earlier kernels at once only if the predecessor did not start early.
+// Launches a kernel that may start while its predecessor on the stream still runs (programmatic
+// dependent launch, sm_90 and newer). The kernel must call `wait_for_earlier_kernel` before it
+// reads what the predecessor writes, or writes what that uses; results of earlier kernels it may
+// read before only if the predecessor was not launched this way. The predecessor may call
+// `let_next_kernel_begin`.
 #define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
   do {                                                                                 \
     cudaLaunchAttribute attribute{};                                                   \
@@ -62,14 +63,14 @@ OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #endif
 }
 
-// An address in the block's shared memory.
+// SharedAddress: an address in the block's shared memory.
 #if defined(OPER_EMULATED)
 using SharedAddress = char*;
 OPER_DEVICE SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
 #else
 using SharedAddress = uint32_t;
-// Volatile, so that the compiler keeps the address. It would otherwise derive it from a special
-// register again for every access, which takes longer than the access.
+// Volatile, so that the compiler keeps the address. Otherwise it would derive it from a special
+// register again for every access, which takes longer than the access itself.
 OPER_DEVICE SharedAddress shared_address(void* shared) {
   SharedAddress address;
   asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %1; cvt.u32.u64 %0, at; }"
@@ -106,9 +107,9 @@ OPER_DEVICE Word read_shared(SharedAddress from) {
   return word;
 }
 
-// Copies 2, 4 or 16 aligned bytes into shared memory, 4 or 16 asynchronously. Copies belong to the
-// next `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane
-// sees it.
+// Copies 2, 4 or 16 aligned bytes into shared memory; 4 or 16 bytes asynchronously. `commit_copies`
+// makes a group of a lane's copies since the last one; wait_for_copies<n> waits until all but the
+// lane's last n groups are complete.
 template <int kNumBytes>
 OPER_DEVICE void copy_async(SharedAddress to, const void* from) {
 #if defined(OPER_EMULATED)

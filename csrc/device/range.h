@@ -10,7 +10,7 @@
 
 namespace oper::device {
 
-// Lasts from construction to destruction. Without a profiler it costs two tests of a pointer.
+// A range from construction to destruction. Without a profiler it costs two tests of a pointer.
 class Range {
  public:
   explicit Range([[maybe_unused]] const char* name) {

@@ -1,4 +1,5 @@
-// Sums of gradients by row, for the kernels that reduce short and long runs.
+// Sums gradients by row, for the kernels of short runs (reduce.cu) and of long ones (long_runs.cu).
+// A run is a distinct row of the batch with all its pairs, see BatchPlan.
 #pragma once
 
 #include "device/batch.cuh"
@@ -15,11 +16,13 @@ struct ReduceArgs {
   LongRuns long_runs;
   const UpdateArgs* optimizers;         // [T]
   int32_t table_begin, table_end, dim;  // as in RowClass
-  bool wide_grad;                       // of columns that are multiples of four
-  int32_t runs_per_warp;                // at most 32
+  // Gradients at multiples of four columns are aligned to 16 bytes.
+  bool wide_grad;
+  int32_t runs_per_warp;                // runs that a warp takes at a time, at most 32
 };
 
-// Where the sum of a run goes: to the outbox, or to the optimizer.
+// Where the sum of a run goes: to the outbox, to the table's optimizer, or to row-wise Adagrad if
+// that is the optimizer of all tables.
 enum class To { kOutbox, kOptimizer, kRowWiseAdagrad };
 template <To kTo>
 using Sink = std::integral_constant<To, kTo>;
@@ -27,12 +30,13 @@ template <To kTo>
 constexpr Optimizer kKindOf =
     kTo == To::kRowWiseAdagrad ? Optimizer::kRowWiseAdagrad : Optimizer::kNone;
 
-// Bytes of shared memory for the optimizer's sums.
+// Bytes of shared memory for `sum_in_host_order` in the optimizer.
 template <class Shape, bool kUpdate>
 constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
 
-// Rows of gradients, and of the table if it is updated, in flight at once: up to four, but no more
-// than lanes or than fit a block's shared memory next to the optimizer's buffer.
+// Number of gradients (and rows of the table, if it is updated) that are in flight at once: up to
+// four, but no more than a group has lanes, or than fit a block's shared memory beside the
+// optimizer's buffer.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
@@ -56,14 +60,14 @@ class Reducer {
   OPER_DEVICE Reducer(const ReduceArgs& args, const Group<Shape::G>& group, char* shared)
       : a_(args), group_(group), gradients_(shared), rows_(shared + Gradients::kBytes) {}
 
-  // Calls finish(is_there, table, sum, row of the table, its facts) for every run of equal keys
-  // among the pairs [begin, end). Groups in lockstep with one whose run ends call it as well, with
-  // `is_there` false.
+  // Calls finish(is_there, table, sum, row of the table, RowFacts) for every run among the pairs
+  // [begin, end). In lockstep, the other groups of the warp call it, too, with `is_there` false.
   template <class Finish>
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
     const int count = static_cast<int>(end - begin);
     const int most = group_.most(count);
-    // This lane's pair among those fetched next, up to `kSlots` ahead of those being added.
+    // This lane's one of the pairs whose gradients are fetched next, kSlots pairs before they are
+    // added.
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll
@@ -103,10 +107,10 @@ class Reducer {
     }
   }
 
-  // Sums the gradients of the pairs [begin, end) of one row. Returns the number of columns. With a
-  // loop of its own, because every addition waits for the one before it: nothing else is done
-  // between them, and as many gradients as registers hold are loaded before the first of these is
-  // added. Uses no shared memory.
+  // Sums the gradients of the pairs [begin, end) of one row; returns the number of columns. In a
+  // long run every addition waits for the one before it: so this loop does nothing else between
+  // additions, and loads as many gradients as registers hold before it adds them. Uses no shared
+  // memory.
   OPER_DEVICE int sum_row(int64_t begin, int64_t end, Row<Shape>& sum) const {
     constexpr int kMost = Shape::V * Shape::E < 64 ? 64 / (Shape::V * Shape::E) : 1;
     constexpr int kInFlight = kMost < Shape::G ? kMost : Shape::G;
@@ -143,19 +147,20 @@ class Reducer {
   }
 
  private:
-  // What a lane has read of its pair (Raw), and what it derived (Pair). Data of the table's row is
-  // set only in the last pair of a run.
+  // What a lane reads of its pair.
   struct Raw {
-    int64_t key, after;  // key of this pair, and of the next one
+    int64_t key, after;  // keys of this pair and of the next one
     uint32_t payload;
     bool is_there;
   };
+  // What it derives from that.
   struct Pair {
-    int64_t at, row;  // element of the gradients; address in the table
+    int64_t at;             // index of the gradient's first element
+    int64_t row;            // address of the table's row
     int32_t table, dim;
-    float divisor, weight;
-    RowFacts facts;
-    bool is_last;
+    float divisor, weight;  // divisor: length of the bag for mean pooling, otherwise 1
+    RowFacts facts;         // only in the last pair of a run
+    bool is_last;           // of its run
   };
 
   const ReduceArgs& a_;
@@ -207,7 +212,7 @@ class Reducer {
     return pair;
   }
 
-  // State with one number per column is only prefetched.
+  // Facts of the table's row. State with one number per column is prefetched.
   OPER_DEVICE RowFacts read_facts(const Table& table, int32_t t, int64_t slot) const {
     const Optimizer kind = kTo == To::kOptimizer ? a_.optimizers[t].optimizer.kind : kKindOf<kTo>;
     if (table.momentum1 != nullptr && kind != Optimizer::kNone &&
@@ -216,8 +221,8 @@ class Reducer {
     return facts_of<T>(table, kind, slot);
   }
 
-  // Begins to fetch the gradient of lane `from`'s pair, and the table's row if the pair `is_last`,
-  // into the current slots, and goes on to the next.
+  // Begins to fetch the gradient of the pair of lane `from` and, if the pair `is_last`, the table's
+  // row into the current slots; then advances to the next slots.
   OPER_DEVICE void start(const Pair& pair, int from, bool is_there, bool is_last) {
     const int64_t at = group_.shuffle(pair.at, from);
     const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(pair.dim, from);
@@ -234,14 +239,15 @@ class Reducer {
   }
 };
 
-// `is_there`: false if the group has no run and only stays in lockstep.
+// Sends the sum of a run to its sink. `is_there`: false if the group has no run, and only takes
+// part to stay in lockstep.
 template <class Shape, To kTo>
 OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64_t run,
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,
                             Row<Shape>& row, const RowFacts& facts) {
   const Table& table = a.view.tables[t];
   if constexpr (kTo != To::kOutbox) {
-    // A captured graph keeps its kernels; its tables may have been frozen since.
+    // A CUDA graph repeats the kernels that were captured, but tables may have been frozen since.
     if (a.optimizers[t].optimizer.kind == Optimizer::kNone) is_there = false;
     const RowOptimizer<Shape, kKindOf<kTo>> optimizer(table, a.dim, a.optimizers[t], group, buffer);
     if (is_there && a.grad.scale != 1.0f) sum.scale(a.grad.scale);
@@ -261,7 +267,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64
   }
 }
 
-// Calls launch(shape, where sums go, arguments) for each class of rows.
+// Calls launch(shape, Sink, arguments) for each class of rows.
 template <class Launching>
 void for_row_classes(const Launch& on, ReduceArgs args, bool update_at_once, Launching launch) {
   for (const RowClass& row_class : on.classes) {
@@ -276,7 +282,7 @@ void for_row_classes(const Launch& on, ReduceArgs args, bool update_at_once, Lau
   }
 }
 
-// Sums the long runs that the kernels of short ones have listed; see long_runs.cu.
+// Sums the long runs, which the kernels of short ones have listed.
 void reduce_long_runs(const Launch& on, const ReduceArgs& args, bool update_at_once);
 
 }  // namespace oper::device

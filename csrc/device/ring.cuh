@@ -1,24 +1,24 @@
-// Rows on their way from device memory into shared memory.
+// Rows in flight from device memory to shared memory.
 #pragma once
 
 #include "device/group.cuh"
 
 namespace oper::device {
 
-// Shared memory that a block may use by default; and the length of an array of `kBytes`, since
-// arrays must not be empty.
+// Shared memory that a block may use by default.
 constexpr int kMostSharedBytes = 48 << 10;
+// The length of an array for `kBytes`, which must not be empty.
 template <int kBytes>
 constexpr int kArrayBytes = kBytes > 0 ? kBytes : 16;
 
-// Bytes of shared memory for one row of each group.
+// Bytes of shared memory for one row of each group of a block of 256 threads.
 template <class Shape, class S>
 constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shape::E>));
 
-// Space for `kSlots` rows of elements S of every group of a block of 256 threads, of which one is
-// the current slot. Rows in flight take no registers, so enough of them keep the memory busy. A lane
-// copies its own parts of a row and reads only these, without other threads: start, commit_copies,
-// wait_for_copies, read.
+// A ring of kSlots rows with elements of type S for every group of a block of 256 threads, in
+// shared memory. Rows in flight take no registers there, so that there can be enough of them to
+// keep memory busy. A lane copies its own parts of a row and reads only these, so that no threads
+// need to synchronize: start, commit_copies, wait_for_copies, read.
 template <class Shape, class S, int kSlots>
 class RowRing {
  public:
@@ -53,7 +53,7 @@ class RowRing {
     }
   }
 
-  // Goes on to the next slot, after the last one to the first.
+  // Makes the next slot the current one; after the last one, the first.
   OPER_DEVICE void advance() {
     current_ += kRingBytes<Shape, S>;
     if (current_ == first_ + kBytes) current_ = first_;
@@ -63,7 +63,7 @@ class RowRing {
   static constexpr int kWord = sizeof(typename Piece::Word);
   SharedAddress first_, current_;
 
-  // Words of neighbouring lanes are adjacent, so that no two of them share a bank.
+  // Words of neighbouring lanes are adjacent, to avoid bank conflicts.
   OPER_DEVICE SharedAddress word(int i, int k) const {
     return current_ + (i * Piece::kCount + k) * 256 * kWord;
   }
@@ -73,13 +73,14 @@ class RowRing {
     if constexpr (kCount * sizeof(S) == 16) {
       if (wide) return copy_async<16>(to, from);
     }
-    // Not unrolled, so that it is not issued together with the wide copy, which is the usual one.
+    // Not unrolled: otherwise the compiler issues it together with the wide copy, which is the
+    // usual one.
 #pragma unroll 1
     for (int k = 0; k < kCount; ++k) copy_async<sizeof(S)>(to + k * sizeof(S), from + k);
   }
 };
 
-// A single slot is in registers: for rows so wide that one alone keeps enough bytes in flight.
+// A single slot, in registers: for rows so wide that one row is enough bytes in flight.
 template <class Shape, class S>
 class RowRing<Shape, S, 1> {
  public:

@@ -16,7 +16,7 @@
 namespace oper::host {
 namespace {
 
-constexpr uint32_t kRefuses = 1u << 31;  // beside the phase
+constexpr uint32_t kRefuses = 1u << 31;  // bit in the word of the phase
 constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
 
 int64_t now_ms() { return PhaseTimes::now_ns() / 1000000; }
@@ -49,7 +49,7 @@ void pause_core() {
 #endif
 }
 
-// Wrap-safe: has `epoch` reached `target`?
+// Whether `epoch` is `target` or later; also if the counter has overflowed.
 bool reached(uint32_t epoch, uint32_t target) {
   return static_cast<int32_t>(epoch - target) >= 0;
 }
@@ -63,12 +63,12 @@ Barrier::Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vect
       world_size_(world_size),
       pidfds_(std::move(pidfds)),
       deadline_ms_(deadline_ms),
-      // A long spin steals the core that the late rank needs; see the measured costs in docs.
+      // With fewer cores than ranks, spinning would take the core that the late rank needs.
       spins_(num_cores() >= world_size ? 50 : 0),
       process_(static_cast<int>(getpid())) {}
 
 Barrier::~Barrier() {
-  if (getpid() != process_) return;  // a forked child's copy; the parent still takes part
+  if (getpid() != process_) return;  // a forked child's copy: the parent still takes part
   BarrierLine& mine = lines_[rank_];
   uint32_t present = kPresent;
   if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);
@@ -111,9 +111,9 @@ Status Barrier::wait() {
     if (((word ^ own) & ~kRefuses) != 0) other = peer;
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
-  // A peer that has given up while this rank still waited for another one updates nothing: this rank
-  // must not, either. A rank that gives up looks afterwards which ones had arrived (oper/shmem/counters/progress.py):
-  // of the two at least one sees the other.
+  // A peer that has given up while this rank still waited for another one updates nothing, so this
+  // rank must not, either. A rank that gives up then looks which ones had arrived
+  // (oper/shmem/counters/progress.py). At least one of the two sees what the other has written.
   for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
     if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
     failed_ = {kPeerGaveUp, r};
@@ -159,8 +159,8 @@ std::vector<int64_t> Barrier::positions() const {
 
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
-  // A peer that arrived here and then gave up because another rank was late does not continue. This
-  // rank must not either: it would update rows that the peer never will.
+  // A peer that has arrived and then given up, because another rank was late, does not continue.
+  // This rank must not, either: it would update rows that the peer does not update.
   const auto here = [&] {
     return line.absent.load(std::memory_order_relaxed) == kGaveUp ? kPeerGaveUp
                                                                  : kOk;

@@ -1,4 +1,5 @@
-// A barrier between processes of one host: one epoch word per rank, futex waits, peers watched.
+// A barrier between processes of one host. Each rank has a word in shared memory that counts its
+// arrivals; the others wait for it by futex, and notice if the process has ended.
 #pragma once
 
 #include <atomic>
@@ -9,21 +10,22 @@
 
 namespace oper::host {
 
-// One cache line pair per rank in the shared control segment, so that waiting ranks do not
-// disturb each other (adjacent-line prefetch works on 128 bytes).
+// One rank's state in shared memory. 128 bytes, because processors prefetch cache lines in pairs:
+// waiting for one rank must not slow down others.
 struct alignas(128) BarrierLine {
-  std::atomic<uint32_t> epoch;
-  std::atomic<uint32_t> sleepers;
-  std::atomic<uint32_t> absent;  // enum Absence
-  // Numbers of updates of this rank's rows that have begun and ended: while they differ, the rows
-  // are not those of any step.
+  std::atomic<uint32_t> epoch;     // number of this rank's arrivals
+  std::atomic<uint32_t> sleepers;  // number of ranks that wait for `epoch` by futex
+  std::atomic<uint32_t> absent;    // enum Absence
+  // Numbers of updates of this rank's rows that have begun and ended. If they differ, some rows
+  // have been updated and others not.
   std::atomic<uint32_t> begun, ended;
-  // The phases of this rank's last two arrivals, by the arrival's number modulo 2: no rank arrives
-  // at a barrier before all have arrived at the previous one, so a word is kept until all have read
-  // it.
+  // The phases of this rank's last two arrivals, by the arrival's number modulo 2. Two are enough:
+  // no rank arrives before all have arrived at the previous barrier, so each word is kept until all
+  // ranks have read it.
   std::atomic<uint32_t> phase[2];
   std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
-  // The rank that this one found to lag before it gave up (0 = none), packed by Python's desync.py.
+  // Why this rank has given up: the rank that it found to lag, packed by Python's desync.py; 0 =
+  // none.
   std::atomic<int64_t> verdict;
 };
 static_assert(sizeof(BarrierLine) == 128);
@@ -46,8 +48,9 @@ class Barrier {
     kOtherSettings = 15,  // all ranks have arrived, but with different settings
   };
 
-  // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
-  // watched (this rank, or a virtual rank of the same process).
+  // `lines` [world_size]: in memory that all ranks map. `pidfds` [world_size]: of the ranks'
+  // processes; -1 = not watched (this rank, or a virtual rank of the same process). `deadline_ms`:
+  // how long to wait for a rank.
   Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
           int64_t deadline_ms);
   // Marks this rank as closed: ranks that wait for it from now on get kPeerClosed.
@@ -55,27 +58,30 @@ class Barrier {
   Barrier(const Barrier&) = delete;
   Barrier& operator=(const Barrier&) = delete;
 
-  // Release-acquire: writes of any rank before arrive() are visible to all ranks after it returns.
-  // Returns a Result and, on failure, the rank that is missing or in another phase. A failed barrier
-  // stays failed. If any rank passes `refuses`, all ranks get kRefused and the lowest such rank;
-  // otherwise `phase` must be equal on all ranks. If `settings` differ, kOtherSettings and the lowest
-  // rank whose settings are not those of rank 0. The barrier stays usable after both.
+  // Waits until all ranks have arrived. What any rank has written before is then visible to all
+  // (release-acquire). Returns a Result and, unless it is kOk, the rank that caused it:
+  // - kRefused, if any rank passes `refuses`: the lowest such rank;
+  // - kOtherPhase, if `phase` is not the same on all ranks: one with another phase than this rank;
+  // - kOtherSettings, if `settings` are not: the lowest rank whose settings are not those of rank 0;
+  // - else the rank that is missing.
+  // All ranks get the same kRefused or kOtherSettings, and the barrier can be used again; after other
+  // failures it always fails.
   Status arrive(uint32_t phase, bool refuses = false, uint32_t settings = 0);
-  // The two halves of arrive(): in between, a rank may do work for which its peers need not wait.
+  // The two halves of arrive(). In between, a rank may do work for which its peers need not wait.
   void come(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   Status wait();
-  // Makes all ranks skip what follows the next barrier, at which the others arrive later for `phase`:
-  // this rank does not wait for them before its own next arrival.
+  // Arrives for `phase` and refuses, but does not wait before its next arrival: for a rank that
+  // knows of an error before the others arrive.
   void refuse(uint32_t phase);
 
-  // Announces that this rank will not arrive again: ranks that wait for it fail at once with
-  // `verdict`.
+  // Announces that this rank will not arrive again: ranks that wait for it fail at once, and can
+  // read `verdict`.
   void give_up(int64_t verdict = 0);
 
   // Records that an update of this rank's rows begins or has ended.
   void note_update(bool begins);
-  // Per rank: number of arrivals, phase of the last one, Absence, verdict, updates begun and ended,
-  // whether it refused at its last arrival.
+  // [world_size, 7]: number of arrivals, phase of the last one, Absence, verdict, updates begun and
+  // ended, whether the rank refused at its last arrival.
   std::vector<int64_t> positions() const;
 
  private:
@@ -86,9 +92,9 @@ class Barrier {
   std::vector<int> pidfds_;
   int64_t deadline_ms_;
   uint32_t epoch_ = 0;
-  bool has_refused_ = false;  // and has not waited for the others yet
-  int spins_;
-  int process_;
+  bool has_refused_ = false;  // by refuse(), and has not waited for the others yet
+  int spins_;                 // how often to look at a peer's word before sleeping
+  int process_;               // that constructed this
   Status failed_;
 };
 

@@ -1,5 +1,4 @@
-// State of a rank between batches: scratch memory, its outbox, counts and marks; the choice of
-// kernels.
+// The members of Context, and the choice of kernels by instruction set.
 #include "host/context.h"
 
 #include <algorithm>
@@ -117,7 +116,7 @@ void Context::collapse_outbox(int32_t owner_rank) {
   outbox_collapsed_.resize(static_cast<size_t>(world_size));
   int64_t& done = outbox_collapsed_[owner_rank];
   if (header->used_bytes <= done) return;
-  // A quarter more than needed, so that slowly growing batches do not come here every step.
+  // A quarter more than needed, so that slowly growing batches do not request pages in every step.
   const int64_t want = std::min(
       round_up(header->used_bytes + header->used_bytes / 4, static_cast<int64_t>(kHugePage)),
       outbox_bytes / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage));

@@ -1,4 +1,5 @@
-// The state of one rank's host back end: tables, features, arenas of all ranks, scratch memory.
+// The state of one rank in the host back end (tables, features, addresses in all ranks' arenas,
+// scratch memory), what a batch consists of, and the steps of a batch.
 #pragma once
 
 #include <atomic>
@@ -26,34 +27,35 @@ namespace oper::host {
 struct Feature {
   int32_t table;
   int64_t column;   // first output column (pooled)
-  int32_t logical;  // feature of the collection
+  int32_t logical;  // number of the feature in the collection
   int64_t start;    // first column of the table's piece
 };
 
-// The constants of up to eight tiers, one vector each; unused tiers start after all positions.
-// `base` and `step` have the entries of all tiers, those of tier k from `first[k]` on.
+// The constants of up to eight tiers (see TierMap), so that each array fits one vector register.
+// Unused tiers start after all positions. `base` and `step` have the entries of all tiers, those of
+// tier k from `first[k]` on.
 struct FlatTiers {
-  static constexpr int kTiers = 8, kInRegisters = 16;  // entries that two registers hold
+  static constexpr int kTiers = 8, kInRegisters = 16;  // entries that fit two registers
   int64_t start[kTiers];
   double inverse[kTiers];  // 1 / period
   int64_t period[kTiers];
   int64_t first[kTiers];
   int64_t num_entries;
-  std::vector<int64_t> base, step;  // at least kInRegisters
+  std::vector<int64_t> base, step;  // [num_entries], padded to kInRegisters
 };
 
-// null when the map has more than `kTiers` tiers.
+// Null if the map has more than kTiers tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// Gradients of distinct rows, ascending: pushed by another rank, or of one micro-batch from all
-// ranks.
+// Gradients of distinct rows of this rank, by ascending slot: those that one rank has pushed, or
+// the sums over all ranks for one micro-batch.
 struct PushedRows {
   std::vector<uint32_t> slots;
   std::vector<float> rows;
 };
 
-// In a table with rows of several types, the upper 16 bits of a read address, which has 48 bits,
-// have the row's type and bytes. They are zero in other tables.
+// What the read map gives in a table with rows of several types: the address in the lower 48 bits,
+// the row's type and size in the upper 16, which are zero in the addresses of other tables.
 struct RowPlace {
   static constexpr int kBytesAt = 48, kTypeAt = 60;
   static constexpr int64_t kAddress = (int64_t{1} << kBytesAt) - 1;
@@ -74,8 +76,9 @@ struct Table {
   std::vector<RowType> types;  // see RowPlace; empty: all rows are of `row_type`, the widest
   int32_t mean;  // 1: mean pooling
   TableMap read;  // id -> byte address of the row to read, or its RowPlace
-  TableMap home;  // id -> home key: owners in rank order, slots ascending
-  std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
+  TableMap home;  // id -> home key, see common/directory.h
+  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1]).
+  std::vector<int64_t> owner_begin;
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
   float* momentum2;                  // as momentum1
@@ -83,27 +86,30 @@ struct Table {
   RoundingKey rounding;              // set for every update of 16-bit rows
   std::vector<int32_t> features;     // features that look up here
   std::vector<uint8_t> pushes;       // per tier: exchange mode push
-  bool is_pushed;                    // any tier is
-  // Whether this rank requests pooling from owners. False if it owns all rows of a pushed table: it
-  // then looks rows up as in a pulled table, with bitwise equal results.
+  bool is_pushed;                    // at least one tier is
+  // Whether this rank requests partial sums from owners. False if all tiers are pushed and it owns
+  // all rows: it then looks them up as in a pulled table, with bitwise equal results.
   bool has_push;
   bool all_pushed;  // every tier is, so that ids need not be checked one by one
   std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
-  // A table split by columns: its pieces in column order, this one included; else empty. Row-wise
-  // optimizers add up the pieces' squares through `squares`, one number per slot and rank.
+  // The pieces of a table that is split by columns, in column order, this one included; else empty.
+  // Where the optimizer or clipping needs the sum of squares of a whole row, the owner of each
+  // piece leaves its share in `squares`, of each rank [rounds_of_squares(), slots], which all
+  // owners add up.
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
-  int32_t row_columns;  // columns of the entire row
-  int32_t first_column;  // of this piece in the whole row
+  int32_t row_columns;   // columns of the entire row
+  int32_t first_column;  // of this piece in the entire row
   HeadIds head_ids;      // maps a position back to its id
   std::vector<HomeTier> home_tiers;
-  std::vector<PushedRows> pushed;  // [W]
-  // Gradients that `leave` has collected for this rank's rows since the last update: [0] reduced
-  // rows, [1] those of pushed tiers; one entry per micro-batch. Entries from Context::num_left on
-  // are unused memory.
+  std::vector<PushedRows> pushed;  // [W], gradients for this rank's rows in pushed tiers, by sender
+  // Gradients that `leave` has collected for this rank's rows since the last update: [0] of pulled
+  // tiers, [1] of pushed tiers; one entry per micro-batch. Entries from Context::num_left on are
+  // unused memory.
   std::vector<PushedRows> left[2];
   bool has_replicas = false;
-  std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
+  std::vector<uint32_t*> touched;  // [W]: each rank's replicated slots that its last update has
+                                   // changed, ascending, after their number
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
   // A bit per slot of this rank, set if an update has changed its row since take_changes(); null =
@@ -111,29 +117,29 @@ struct Table {
   uint64_t* changed = nullptr;
   TableCounters counters;
   const Arenas* arenas;
-  // Across memory domains: per rank, the contiguous rows of the slots in `touched`; null if this
-  // rank can address the masters. Empty in a single domain.
+  // [W]: copies of the rows of the slots in `touched`, one after the other, received from a rank of
+  // another memory domain; null if this rank can address the rows. Empty in a single domain.
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
-  // Gradients, pooled rows and partial sums are fp32 for every row type.
   bool is_pushed_key(uint32_t key) const {
     bool found = false;
     for (const auto& range : pushed_keys) found |= key >= range.first && key < range.second;
     return found;
   }
+  // Gradients, pooled rows and partial sums are fp32 for every row type.
   int64_t gradient_bytes() const { return static_cast<int64_t>(dim) * 4; }
   template <class E>
   E* row(int64_t slot) const {
     return reinterpret_cast<E*>(rows) + slot * dim;
   }
-  // Rank that home key `key` belongs to.
+  // The rank that owns the row with this home key.
   int32_t owner_of(int64_t key) const {
     // Without branches: the owners of a stripe alternate, which a branch predictor cannot learn.
     int32_t owner = 0;
     for (size_t r = 1; r + 1 < owner_begin.size(); ++r) owner += key >= owner_begin[r];
     return owner;
   }
-  // Position of the row in a slot of this rank.
+  // Position in hotness order of the row in a slot of this rank.
   int64_t position_at(int64_t slot) const {
     for (const HomeTier& tier : home_tiers) {
       if (slot < tier.slot_begin || slot >= tier.slot_end) continue;
@@ -143,15 +149,15 @@ struct Table {
     }
     return -1;
   }
-  // Number of times that owners of pieces of one row must add up squares before the update: for the
-  // gradient to be clipped, and for the one that a row-wise optimizer uses.
+  // How many times the owners of a row's pieces exchange sums of squares before the update: once
+  // for the gradient's norm if it is clipped, once for a row-wise optimizer.
   int32_t rounds_of_squares() const {
     return pieces.empty() ? 0 : (clips() ? 1 : 0) + (is_row_wise(optimizer.kind) ? 1 : 0);
   }
   bool clips() const { return optimizer.max_norm > 0.0f; }
 };
 
-// Memory of one thread at a time that only grows.
+// Memory for a thread's intermediate results; it only grows. One thread uses it at a time.
 class Scratch {
  public:
   template <class T>
@@ -159,7 +165,8 @@ class Scratch {
     return reinterpret_cast<T*>(
         blocks_[slot].get(count * static_cast<int64_t>(sizeof(T)) + 64));
   }
-  // Rows that this thread has read, by kind (kRows, kWeightRows), table and owner.
+  // Counters [W] of the rows of a table that were read with this scratch, by the rank from whose
+  // memory; `kind` is kRows or kWeightRows.
   int64_t* rows_read(Moved kind, int32_t table) {
     return rows_read_.data() + ((kind == kRows ? 0 : num_tables_) + table) * world_size_;
   }
@@ -175,13 +182,13 @@ class Scratch {
   std::vector<int64_t> rows_read_;
 };
 
-// A rank's outbox, in which peers read its reduced gradients: a header, then slots and gradient
-// rows of each table.
+// The headers of a rank's outbox. Its peers read them to find what it has left for them.
 struct OutboxHeader {
-  int64_t used_bytes;  // high-water mark, for the readers' huge pages
+  int64_t used_bytes;  // most bytes that a batch has used, which readers want in huge pages
   int64_t reserved[7];
 };
 
+// A rank's reduced gradients of one table: slots at the owners and gradient rows, by owner.
 struct OutboxTable {
   int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
   int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
@@ -189,8 +196,8 @@ struct OutboxTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }
 };
 
-// A rank's request to the owners of pushed rows: the slots of its ids and the bags to which they
-// belong, by owner, in input order.
+// A rank's requests to the owners of pushed rows of one table: the slots of its ids and the bags to
+// which they belong, by owner, in input order. Offsets are bytes from the start of the outbox.
 struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
@@ -198,8 +205,8 @@ struct RequestTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
 };
 
-// The sums that an owner has pooled for one reader: the bags of which it owns rows, ascending, and
-// their sums.
+// The partial sums that an owner has pooled for one reader: the bags of which it owns rows,
+// ascending, and the sums.
 struct PartialTable {
   int64_t count;
   int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
@@ -219,18 +226,18 @@ struct Context {
   std::vector<char*> outbox;  // [W]
   int64_t outbox_bytes = 0;
   std::unique_ptr<Barrier> barrier;  // of this memory domain; null: single rank
-  std::vector<int32_t> domain;       // ranks of the barrier
+  std::vector<int32_t> domain;       // by index in the barrier: the rank
   std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
   PhaseTimes times;
-  // Bytes sent to other memory domains so far if the rank is traced; otherwise 0.
+  // Bytes sent to other memory domains so far if phases are traced, otherwise 0.
   int64_t traced_bytes() const;
-  // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
-  // read; and forward and backward passes. No batch may be running.
+  // What this rank has read since the start or the last reset, [kNumMoved][T][W] by kind, table and
+  // the rank whose memory was read; see Moved. No batch may be running.
   std::vector<int64_t> moved();
   void reset_moved();
-  std::atomic<int64_t> num_passes[2] = {};
+  std::atomic<int64_t> num_passes[2] = {};  // forward and backward passes since then
   void count_pass(int kind) { num_passes[kind].fetch_add(1, std::memory_order_relaxed); }
-  // Backing store of every pointer above that the directory uses.
+  // Memory behind the pointers of the tables' maps and marks.
   std::vector<std::vector<TierMap>> tier_storage;
   std::vector<std::unique_ptr<FlatTiers>> flat_storage;
   std::vector<int64_t> map_storage;
@@ -247,7 +254,7 @@ struct Context {
   int64_t num_changes(int64_t table) const;
   // Writes the marked slots to `slots` [num_changes], ascending, and clears the marks.
   void take_changes(int64_t table, uint32_t* slots);
-  // Must be called after tables and outboxes are set up.
+  // Sets up the counters; called once, when tables and outboxes are complete.
   void start_counting();
   auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
   // The outbox is one range of addresses: headers; what is written before an exchange (reduced
@@ -283,28 +290,30 @@ struct Context {
     return in_outbox<PartialTable>(
         owner_rank, header_bytes(num_tables(), num_tables(), table * world_size + reader));
   }
-  // Allocates space in the first or second half; -1 if there is not enough.
+  // Allocate space in the first (take_bytes) or second half: return its offset, or -1 if it is
+  // full.
   int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
   int64_t take_partial_bytes(int64_t bytes) {
     return take_from(partial_cursor_, outbox_bytes, bytes);
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
-  bool has_push = false;  // any table
-  // Work on dynamic tables between the barriers of the next backward pass's update: `first` before
-  // rows change, `last` afterwards, when all ranks of this memory domain have done `first`.
+  bool has_push = false;  // a table has pushed tiers
+  // Work on dynamic tables during the update of the next backward pass: `first` before any row
+  // changes; `last` after the rows of this rank have changed and all ranks of this memory domain
+  // have done `first`.
   struct BesideUpdate {
     std::function<void()> first, last;
   };
   BesideUpdate beside_update;
   size_t num_left = 0;    // micro-batches that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
-  std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read in place
+  std::shared_ptr<PeerRows> peer_rows;  // null: rows of other ranks are always read in place
 
-  // Forget the last batch's gradients.
+  // Frees the outbox for another batch.
   void reset_outbox();
   // Allocates `count` gradient rows and slots of a table; false if the outbox is full.
   bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
-  // Backs the used part of a rank's outbox by huge pages, as far as it is not yet.
+  // Requests huge pages for the used part of a rank's outbox, if not requested before.
   void collapse_outbox(int32_t owner_rank);
 
  private:
@@ -351,8 +360,8 @@ struct FeatureBags {
   int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
-// One table's ids of a batch in the order of their home keys, as the backward pass processes them.
-// Arrays are given by byte offsets from `base`, see `at`.
+// One table's ids of a batch in the order of their home keys, in which the backward pass processes
+// them. Arrays are given by byte offsets from a common base, see `at`.
 struct TableOrder {
   int64_t n;          // ids that this rank reduces: those outside pushed tiers
   int64_t num_bags;   // of all features of the table, numbered consecutively
@@ -360,7 +369,8 @@ struct TableOrder {
   int32_t key_bits, payload_bits;
   int32_t pair_bytes;  // 4 or 8: sorted pairs (key, payload); 0: keys in input order
   int32_t reserved;
-  int64_t pairs;      // [n]; the payload is the bag, with weights the index of the id in here
+  // [n]; the payload is the bag or, with weights, an index in bags and positions.
+  int64_t pairs;
   int64_t keys;       // uint32 [n], without pairs
   int64_t bags;       // uint32 [n], without pairs or with weights
   int64_t positions;  // int64 [n], index of each id in the batch, with weights
@@ -371,21 +381,24 @@ struct TableOrder {
   }
 };
 
-constexpr int64_t kAddressesAhead = 64;  // readable entries after the last address, to prefetch
+// Entries after the last address, which are prefetched, too.
+constexpr int64_t kAddressesAhead = 64;
 
-// The resolved ids of a batch; they do not depend on the contents of rows.
+// What has been computed from the ids of a batch before its forward pass.
 struct Resolved {
   const int64_t* addresses;             // of the rows of all features, in order
   std::vector<int64_t> first;           // [F] index of each feature's first address
   char* order;                          // TableOrder [T] and their arrays, or null
 };
 
-// For batches whose samples share bags: the bag of each sample, by feature of the collection.
+// For batches whose samples share bags: the bag of each of `count` samples, by feature of the
+// collection.
 struct Samples {
   const int64_t* bags;  // [num_features, count]
   int64_t num_features, count;
-  // Properties of one feature's bags. is_outside: some bag is not in [0, limit). are_in_order: none
-  // exceeds its sample's index, as if numbered by first sample. are_own: sample b has bag b.
+  // Of one feature's bags. is_outside: a bag is not in [0, limit). are_in_order: no sample's bag
+  // exceeds the sample's index, as is the case if bags are numbered in the order of their first
+  // samples. are_own: sample b has bag b.
   struct Kind {
     bool is_outside, are_in_order, are_own;
   };
@@ -393,19 +406,18 @@ struct Samples {
   Kind kind(int64_t feature, int64_t limit) const;
 };
 
-// Output for the sums of a feature's gradients by bag; null `data` = none.
+// Where the sums of a feature's gradients by bag are written; null `data`: they are not needed.
 struct BagSums {
   float* data;
   int64_t num_bags, stride;
 };
 
-// Gradients of samples, rows `stride` floats apart, to be summed by bag into one of `sums` per
-// feature.
+// Gradients of samples, in rows `stride` floats apart, and where their sums by bag are written.
 struct SampleGradients {
   Samples samples;
   const float* data;
   int64_t stride;
-  std::vector<BagSums> sums;
+  std::vector<BagSums> sums;  // [F]
 };
 
 // One batch of lookups; the caller owns the memory of all pointers. An unpooled lookup has one bag
@@ -419,12 +431,12 @@ struct Batch {
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // null: ids are resolved during the pass
-  // If `lengths` is not null, `offsets` has the bounds of all features in order, of which only every
-  // kTaskBags-th of a feature is computed yet; pooling computes the rest.
+  // If `lengths` is not null, only every kTaskBags-th bound of each key in `offsets` is known;
+  // pooling computes the rest from the lengths.
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
-  const SampleGradients* shared = nullptr;     // source of features' gradients, or null
+  const SampleGradients* shared = nullptr;     // whose sums the features' gradients are; null: none
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
@@ -440,46 +452,48 @@ struct Batch {
 constexpr int64_t kTaskBags = 1024;  // bags of a feature per task
 
 // Rows of one table in a batch that this rank cannot address.
-struct FarRows {
-  // By id through the table's features: address, or -1 - index in keys, or 0 for ids that are pushed;
-  // null: this batch needs none.
+struct RemoteRows {
+  // For each id of the table's features: the row's address, or -1 - its index in `keys`, or 0 if
+  // the owner pools it. Null: no rows are needed.
   int64_t* places;
   uint32_t* keys;     // distinct home keys, ascending
   int64_t num_keys;
 };
 
-// Distinct rows of neighbours that one table's ids need.
+// The distinct rows of other ranks of this memory domain that one table's ids need.
 struct DistinctRows {
-  int64_t* places;   // by id through the table's features: address, or -1 - index in `sources`
+  int64_t* places;   // for each id of the table's features: address, or -1 - index in `sources`
   int64_t* sources;  // addresses of the distinct rows, in the order of their first ids
-  int64_t num_ids;   // ids of such rows
-  int64_t num_rows;
+  int64_t num_ids;   // number of ids of such rows
+  int64_t num_rows;  // number of sources
 };
 
-// The steps of a batch. An error that stops one is thrown as a Status.
+// ---- the steps of a batch; an error is thrown as a Status ----
 
-// `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
-// row is read directly.
+// Writes pooled rows to `out`, or the rows of all ids if the lookup is not pooled. `collective`:
+// owners pool the rows of pushed tiers, so that all ranks must take part; otherwise all rows are
+// pulled.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
-// Called instead of `forward` by a rank that cannot take part; then no rank looks up this batch.
+// Called instead of `forward` by a rank whose batch is invalid: then no rank looks up this batch.
 void refuse_forward(Context& context, bool collective);
 
 // Called by all ranks of a memory domain after one of them has refused a batch in another
-// collection of the model: a rank that already waits in this collection, in any phase, gets
-// kRefused. Does not wait. Does nothing if there are several memory domains, where no rank
-// continues after a refusal.
+// collection of the model, so that a rank that already waits in this collection gets kRefused,
+// whatever its phase. Does not wait. Does nothing if there are several memory domains, where no
+// rank continues after a refusal.
 void skip(Context& context);
 
-// Copies pooled rows of bags, the output of `forward`, to rows of samples. `out` may equal `pooled`
-// if no sample's bag has a larger index than the sample.
+// Copies the pooled rows of bags, which `forward` has written, to the rows of the samples that have
+// them. `out` may equal `pooled` if Kind::are_in_order holds for all features.
 void spread(Context& context, const Samples& samples, const float* pooled, float* out);
 
-// Sums by bag, in the order of the samples.
+// Sums gradients of samples by bag, in the order of the samples.
 void add_up(Context& context, const SampleGradients& shared);
 
-// Work on a batch that only depends on ids, and may run earlier and on another thread: fills
-// `resolved.addresses` and, unless null, `resolved.order` [order_bytes(context, batch)].
+// The work on a batch that depends on its ids only; it may be done earlier and on another thread.
+// Writes the addresses of the rows to `addresses`, [number of ids], and the order of the backward
+// pass to `resolved.order`, [order_bytes(context, batch)] bytes, unless that is null.
 int64_t order_bytes(const Context& context, const Batch& batch);
 void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved);
 
@@ -487,14 +501,15 @@ void resolve(Context& context, const Batch& batch, int64_t* addresses, const Res
 // its bag. `grad` is laid out as the output of `forward`.
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
-// Segment-reduce gradients into the outbox and exchange them; owners store the sums over ranks
-// until the next `backward`. Collective.
+// Reduces the gradients of a micro-batch by row and exchanges them; the owners keep the sums over
+// all ranks for the next `backward`. Collective.
 void leave(Context& context, const Batch& batch);
 
-// Called instead of `leave` or `backward` by a rank that cannot take part; then no rank updates.
+// Called instead of `leave` or `backward` by a rank with an error: then no rank updates.
 void refuse_backward(Context& context);
 
-// As `leave`, then update with the sum over all micro-batches, scaled by `gradient_scale`.
+// As `leave`, then applies the optimizer to the sums over all micro-batches times `gradient_scale`,
+// and refreshes replicas. Collective.
 void backward(Context& context, const Batch& batch, float gradient_scale);
 
 }  // namespace oper::host

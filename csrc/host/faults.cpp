@@ -27,7 +27,7 @@ void meet_fault() {
   if (left.fetch_sub(1) != 1) return;
   armed_point.store(0);
   const int64_t ns = PhaseTimes::now_ns();
-  // A note that cannot be written shows as a fault that never happened.
+  // If the time cannot be written, the fault does not happen, which its test notices.
   if (armed.note_fd >= 0 && write(armed.note_fd, &ns, sizeof ns) != sizeof ns) return;
   if (armed.signal != 0) kill(getpid(), armed.signal);
   if (armed.sleep_us > 0) usleep(static_cast<useconds_t>(armed.sleep_us));

@@ -1,5 +1,5 @@
-// Fault injection for the tests: a process injects a fault into itself at a point of a batch.
-// Without a fault, a point costs the load of a word.
+// Fault injection for tests: a process injects a fault into itself at a point of a batch. While no
+// fault is armed, reaching a point costs one load.
 #pragma once
 
 #include <atomic>
@@ -12,10 +12,11 @@ constexpr int32_t kNumFaultPoints = 7;
 
 struct Fault {
   FaultPoint point;
-  int64_t count;     // happens when the point is met for the count-th time from now
-  int32_t signal;    // sent to this process; 0 = none
-  int64_t sleep_us;  // then the thread sleeps
-  int note_fd;       // gets the time of the fault, CLOCK_MONOTONIC in ns as int64
+  int64_t count;     // happens when the point is reached for the count-th time from now on
+  int32_t signal;    // that the process sends itself; 0 = none
+  int64_t sleep_us;  // for which the thread sleeps afterwards
+  // Where the time of the fault is written first, CLOCK_MONOTONIC in ns as int64; -1 = nowhere.
+  int note_fd;
 };
 
 void arm(const Fault& fault);

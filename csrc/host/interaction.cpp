@@ -10,7 +10,7 @@
 namespace oper::host {
 namespace {
 
-constexpr int64_t kSamples = 64;  // of a block: its rows stay in the second-level cache
+constexpr int64_t kSamples = 64;  // per block, whose rows stay in the second-level cache
 
 // Pools bags [bag, bag + count) of one feature into rows of `batch.out_stride` floats at `to`.
 void pool_bags(const Context& context, const Batch& batch, size_t feature, int64_t bag, int64_t count,
@@ -66,7 +66,7 @@ void forward_shared_interaction(Context& context, const Batch& batch, const Shar
   const int64_t num_own = static_cast<int64_t>(shared.features.size()) - num_shared + 1;
   const int64_t user_pairs = num_shared * (num_shared - 1) / 2;
   const int64_t stride = dim + num_own * num_shared + num_own * (num_own - 1) / 2;
-  // Where each feature of the collection has its rows, among the shared ones or the samples' own.
+  // Index of each feature's rows, among the shared rows or among the samples' own ones.
   std::vector<int64_t> place;
   for (int64_t is_own = 0, is_shared = 0; const bool in_common : shared.features)
     place.push_back(in_common ? is_shared++ : is_own++);
@@ -77,7 +77,8 @@ void forward_shared_interaction(Context& context, const Batch& batch, const Shar
   const int64_t count = static_cast<int64_t>(blocks.size());
   run_tasks(context, count, count == 1, [&](int64_t index, Scratch& scratch) {
     const auto [user, begin, n] = blocks[index];
-    // [num_shared, dim] rows, [dim + user_pairs] result of `interact` on them, [num_own - 1, n, dim].
+    // Shared rows [num_shared, dim]; what `interact` computes of them [dim + user_pairs]; rows of
+    // the samples' own features [num_own - 1, n, dim].
     float* common = scratch.get<float>(1, (num_shared + 1) * dim + user_pairs + (num_own - 1) * n * dim);
     float* products = common + num_shared * dim;
     float* own = products + dim + user_pairs;

@@ -20,7 +20,7 @@
 namespace oper::host {
 namespace {
 
-// Reserve address space of `bytes` that starts at a 2 MiB boundary.
+// Reserves address space of `bytes` at a 2 MiB boundary; null if there is none.
 char* reserve_aligned(size_t bytes) {
   const size_t total = bytes + kHugePage;
   void* raw = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -44,8 +44,9 @@ Pool& pool() {
   return *instance;
 }
 
-// Blocks are whole huge pages or, if small, powers of two. With a huge page for each small tensor, pages would have
-// to be cleared again in every step that holds more of them at once than are kept.
+// Blocks are whole huge pages or, up to half a huge page, powers of two. If small tensors took a
+// huge page each, a step with more of them than the pool keeps would have to clear that many huge
+// pages.
 bool is_small(size_t size) { return size < kHugePage; }
 
 size_t pool_size(size_t bytes) {
@@ -55,8 +56,9 @@ size_t pool_size(size_t bytes) {
 }
 
 #if defined(__SANITIZE_THREAD__)
-// ThreadSanitizer knows memory by its address, so ranks that are threads must see a segment at one
-// place to be checked against each other. Memory that one rank may write can then be written by all.
+// ThreadSanitizer identifies memory by its address. To find races between ranks that are threads,
+// they must therefore map a segment at the same address, and what one rank may write, all can
+// write.
 struct Place {
   void* data;
   size_t bytes;
@@ -85,7 +87,7 @@ void* map_once(int fd, size_t bytes, Map map) {
   return data;
 }
 
-// Whether other ranks still use the place.
+// Ends one rank's use of a place and returns whether others still use it.
 bool leave_place(void* data) {
   const std::lock_guard<std::mutex> lock(places_mutex);
   for (auto entry = places().begin(); entry != places().end(); ++entry) {
@@ -122,7 +124,7 @@ void* map_shared(int fd, size_t bytes, bool writable) {
 
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
 #if defined(__SANITIZE_THREAD__)
-  writable = true;  // for the owner, at the same address
+  writable = true;  // by the owner, at the same address
 #endif
   const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
   if (mmap(data, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==
@@ -193,8 +195,8 @@ void* pool_take(size_t bytes) {
 }
 
 void pool_give(void* data, size_t bytes) {
-  // Keep a few blocks of each size; more than that means that sizes vary, so let them go. Sizes of
-  // small blocks are powers of two and vary less.
+  // A few blocks of each size are kept; if there are more, sizes vary, and blocks of this one may
+  // never be needed again. Sizes of small blocks vary less, since they are powers of two.
   const size_t size = pool_size(bytes);
   const size_t keep = is_small(size) ? 32 : 4;
   {
@@ -211,12 +213,13 @@ void pool_give(void* data, size_t bytes) {
 Buffer::~Buffer() { std::free(data_); }
 
 void Buffer::grow(int64_t bytes) {
-  std::free(std::exchange(data_, nullptr));  // nothing is held while there may be no memory for more
+  std::free(std::exchange(data_, nullptr));  // first: there may not be memory for both blocks
   size_ = bytes + bytes / 4 + 64;
   const size_t size = static_cast<size_t>(size_), unit = size >= kHugePage ? kHugePage : 64;
   data_ = static_cast<char*>(std::aligned_alloc(unit, round_up(size, unit)));
   if (data_ == nullptr) throw std::bad_alloc();
-  // Sorted and gathered in random order: small pages would need more entries than the processor has.
+  // Large buffers are sorted and gathered from at random: with small pages, the processor's TLB
+  // would have too few entries.
   if (unit == kHugePage) want_huge(data_, round_up(size, unit));
 }
 

@@ -1,4 +1,4 @@
-// Mapping of shared segments and recycled, huge-page-backed buffers.
+// Mapping of shared memory, buffers that are reused, and huge pages for both.
 #pragma once
 
 #include <cstddef>
@@ -18,33 +18,34 @@ constexpr T round_up(T value, std::type_identity_t<T> unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-// Map `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
+// Maps `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
 void* map_shared(int fd, size_t bytes, bool writable);
 void unmap(void* data, size_t bytes);
-// Replace mapped pages by pages of descriptor `fd` from `offset` on, which stay small pages. Whole
-// pages only. False and errno on failure.
+// Replaces mapped pages by pages of descriptor `fd` from `offset` on, which never become huge
+// pages. Whole pages only. Returns false and sets errno on failure.
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 
-// Ask for huge pages behind an already touched range; returns the bytes that were collapsed.
-// MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
+// Turns the pages of a range that has been written or read into huge pages where possible, and
+// returns the bytes of these. MADV_COLLAPSE also works for shared memory where huge pages are
+// disabled for it.
 size_t collapse_huge(void* data, size_t bytes);
 
-// Advise the kernel to use huge pages on first touch, wherever one fits entirely into a private
-// range.
+// Advises the kernel to use huge pages at the first access to private memory, where they fit.
 void want_huge(void* data, size_t bytes);
 
-// Effective bytes of the last-level cache for all processes of this machine: its size, limited to
-// the processor's share per core times the online cores. A virtual machine with few cores reports
-// the entire processor's cache, which other machines use, too.
+// Bytes of the last-level cache that this machine's processes may expect to have: its size, but at
+// most 4 MiB per online core. A virtual machine with few cores reports the whole processor's cache,
+// which other machines use, too.
 int64_t last_level_cache_bytes();
 
-// Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs
-// thousands of page faults per step otherwise. Those of at most half a huge page are rounded up to a
-// power of two.
+// Memory that is reused instead of returned to the kernel: a new 13 MB output would cost thousands
+// of page faults in every step. `pool_give` takes the same number of bytes as `pool_take`, which
+// throws std::bad_alloc.
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
-// A cache-line aligned block that only grows; growing discards the contents. Not thread-safe.
+// A block of memory, aligned to cache lines, that only grows. Growing discards the contents. Not
+// thread-safe.
 class Buffer {
  public:
   Buffer() = default;
@@ -62,11 +63,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Objects that a thread has to itself for a while.
+// Reusable objects, each of which one thread has to itself while it uses it.
 template <class Object>
 class Spares {
  public:
-  // A free object, or a new one; it becomes free again when the result is destroyed.
+  // Returns a free object, or constructs one; it becomes free again when the result is destroyed.
   template <class... Arguments>
   auto borrow(const Arguments&... arguments) {
     const auto give_back = [this](Object* one) {

@@ -1,4 +1,4 @@
-// Run the work of one batch as tasks on torch's threads.
+// Runs the work of a batch as tasks on torch's threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -11,12 +11,11 @@
 
 namespace oper::host {
 
-// Errors found by this rank's tasks, from any thread: the smallest index of an id out of range, or
-// -1; whether the outbox is full.
+// Errors found by the tasks of a rank, on any thread.
 struct Found {
-  std::atomic<int64_t> bad{-1};
-  std::atomic<bool> full{false};
-  void note(int64_t result) {
+  std::atomic<int64_t> bad{-1};   // smallest index of an id out of range; -1 = none
+  std::atomic<bool> full{false};  // the outbox is
+  void note(int64_t result) {     // of a kernel: an index, kReduceOk or kReduceFull
     if (result == kReduceFull) full.store(true);
     if (result < 0) return;
     int64_t seen = bad.load();
@@ -29,9 +28,9 @@ struct Found {
   }
 };
 
-// Runs `task(index, scratch)` for index in [0, count). Threads take indices in ascending order, so
-// callers put large tasks first; results must not depend on the thread. `small`: run on the calling
-// thread, because waking others takes longer.
+// Runs `task(index, scratch)` for each index in [0, count). Threads take indices in ascending
+// order, so large tasks should come first. Results must not depend on which thread runs a task.
+// `small`: run all on the calling thread, because waking others would take longer.
 template <class Task>
 void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   std::atomic<int64_t> next{0};
@@ -46,7 +45,7 @@ void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   }
 }
 
-// Calls body(x) for all x of `all`; each thread gets a contiguous range.
+// Calls body(x) for each x of `all`; each thread gets a contiguous range. `small`: as above.
 template <class All, class Body>
 void run_all(All&& all, bool small, const Body& body) {
   const int64_t count = std::ranges::ssize(all);

@@ -1,3 +1,6 @@
+// How large a share (mass) of a table's lookups one owner of pushed rows can have, for each type of
+// column piece and class of ranks, so that no rank exceeds the limits of an OperFit; and lower
+// bounds of the partial sums that follow from it.
 #include "search/price.h"
 #include "search/sums.h"
 
@@ -6,14 +9,17 @@
 
 namespace {
 
-constexpr int kGroups = 5;
+constexpr int kGroups = 5;        // groups of loads per phase, of which the largest counts
 constexpr int kBisections = 20;
-constexpr int64_t kFeatures = 3;
+constexpr int64_t kFeatures = 3;  // see OperFit::per_unit
 
-// A limit on the load of one owner. Loads of all lookups of a table: if all were to the block with the
-// least load per id, to the one with the largest, and as they are; and of a byte of partial sums.
+// A limit of the load of one owner.
 struct Limit {
-  double least = 0, most = 0, mean = 0, partial = 0, limit = 0;
+  // Load of all lookups of a table: if all were to the block with the least load per id, if all
+  // were to the one with the largest, and as they are.
+  double least = 0, most = 0, mean = 0;
+  double partial = 0;  // load of a byte of partial sums
+  double limit = 0;
 };
 
 class Fit {
@@ -31,7 +37,8 @@ class Fit {
     const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
     table_ = k, class_ = c;
     for (int64_t j = begin; j < end; ++j) {
-      // Loads are linear in the width; `density` has those of the whole row and of the narrowest piece.
+      // Loads are linear in the width; `f_.density` has those of the whole row and of the narrowest
+      // piece.
       along_ = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
       part_ = f_.narrow[j] / widest;
       double low = 0, high = 1;
@@ -52,7 +59,7 @@ class Fit {
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }
 
-  // Load g of all lookups; which: 0 if to the lightest block, 1 if to the heaviest, 2 as they are.
+  // Load g of all lookups; `which`: 0, 1, 2 = Limit::least, most, mean.
   double density(int64_t g, int64_t which) const {
     return along(f_.density + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures, g, which);
   }
@@ -61,6 +68,7 @@ class Fit {
     return whole + along_ * (narrow - whole);
   }
 
+  // Whether an owner with this mass, all of it of the lightest rows, keeps all limits.
   bool fits(double mass) const {
     const int64_t G = f_.num_loads;
     const double* partial = f_.partial + (table_ * f_.num_classes + class_) * G;
@@ -79,11 +87,14 @@ class Fit {
     return step <= f_.step;
   }
 
-  // An owner whose rows have load r per unit of mass holds at most m(r), given by r m + s(m) = limit with
-  // the concave partial sums s, and so sends at least s(m) / m of them per unit of mass. This is concave
-  // in r, so an owner of mixed rows sends no less than the mean of its rows' values, nor than the chord
-  // over the range of r in the table: a lower bound that is linear in the features. The limit whose bound
-  // is largest for the whole table is used.
+  // Lower bound of the partial sums, linear in the features of the rows.
+  //
+  // An owner whose rows have load r per unit of mass can have at most the mass m(r) at which r m +
+  // s(m) = limit, where s(m) is the load of its partial sums, concave in m. So it sends at least
+  // s(m) / m of partial sums per unit of mass. This is concave in r, so that an owner with rows of
+  // different r sends no less than the mean of its rows' values, which is no less than the chord
+  // between the smallest and the largest r of the table. The chord is linear in r. Of all limits,
+  // that with the largest bound for the whole table is used.
   void least_sums(double* out) const {
     double best = 0;
     const auto look = [&](const Limit& x, auto unit) {
@@ -118,7 +129,8 @@ class Fit {
     if (best <= sums_at(f_.sums, table_, 1.0)) std::fill(out, out + kFeatures, 0.0);
   }
 
-  // Partial sums per unit of mass of the largest possible owner; constant once it is the whole table.
+  // Partial sums per unit of mass of the largest possible owner of rows with load `weight` per unit
+  // of mass; linear in it if that owner could have the whole table.
   double by_mass(const Limit& x, double weight) const {
     const double all = sums_at(f_.sums, table_, 1.0);
     if (weight + x.partial * all <= x.limit) return all * weight / (x.limit - x.partial * all);

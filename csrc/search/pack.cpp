@@ -17,10 +17,10 @@
 namespace oper::search {
 namespace {
 
-// Initial temperatures of short searches, as shares of the energy x tables x ranks; no single one suits
-// all problems. The placement of large pieces is decided early and does not change later, so that many
-// short searches find more than a long one. The best of them are continued, and the best of those again
-// (successive halving, Jamieson and Talwalkar 2016).
+// Initial temperatures of short searches, as shares of energy x tables x ranks; no single one suits all
+// problems. The placement of large pieces is decided early in a search and does not change later, so
+// that many short searches find more than a long one. The best of them are continued, and the best of
+// those again (successive halving, Jamieson and Talwalkar 2016).
 constexpr double kHot[] = {3.2, 1.2, 3.2, 1.2};
 constexpr double kHotAgain = 0.005;
 constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // shares of the moves; the best search has the rest
@@ -54,7 +54,7 @@ class Packing : private PackMoves {
     const std::vector<Layout> relaxed = relaxed_layouts();
     std::vector<Layout> better;
     const int64_t changes = std::min(p_.max_moves, std::max(kChangesEach * whole_, kLeastChanges));
-    is_held_ = p_.seed % 2 == 0;  // either suits some problems, and callers try several seeds
+    is_held_ = p_.seed % 2 == 0;  // either is better for some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i % kRelaxedOf == 1)
         better = annealed_layouts(kRelaxedOf * changes / starts, [&] { return is_late(); });

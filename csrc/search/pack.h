@@ -1,4 +1,4 @@
-// The search for owners of pushed rows, called from oper/search/rounding/annealing.py.
+// The arguments of `oper_pack`, the search for owners of pushed rows.
 #pragma once
 
 #include <cstdint>

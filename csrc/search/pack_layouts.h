@@ -1,10 +1,11 @@
 // Simulated annealing over the layouts of all tables, without assigning pieces to ranks; its results are
 // initial states of the search in pack.cpp.
 //
-// A good layout of one table depends on the layouts of all others, and the moves of that search, which change
-// one table at a time, do not lead from one good combination to another. If pieces could be packed evenly, a
-// phase would last as long as the mean load of the ranks, or as a rank that reads rows and owns only the largest
-// piece, whichever is longer. Annealing minimises the sum of these times over the phases.
+// A good layout of one table depends on the layouts of all others, and the moves of that search, which
+// change one table at a time, do not lead from one good combination to another. Here, pieces are assumed
+// to be packed evenly: then a phase lasts as long as the mean load of the ranks, or as the load of a
+// rank that owns the largest piece only (and reads rows), whichever is longer. Annealing minimises the
+// sum of these times over the phases.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,8 @@
 
 namespace oper::search {
 
-// How a table is cut: its candidate (which rows are pushed), columns per piece, and owners of each piece.
+// How a table is divided: its candidate (which rows are pushed), columns per piece, and owners of
+// each piece.
 struct Layout {
   int64_t candidate = 0, width = 0, owners = 1;
   int64_t owner_class = 0;  // class of the ranks that own the table's pieces
@@ -103,7 +105,7 @@ class Layouts {
     for (const Loads& x : of_table_) total_.add(x);
   }
 
-  // The step, had pieces been packed evenly, with a penalty for memory beyond the capacity.
+  // The step if pieces are packed evenly, with a penalty for memory beyond the capacity.
   double step(const Loads& x) const {
     const int64_t G = p_.num_loads;
     double sum = 0, over = 0;

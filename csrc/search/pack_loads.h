@@ -12,8 +12,8 @@ namespace oper::search {
 constexpr int kMostGroups = 7;    // groups of terms per phase, at most
 constexpr int kSquarings = 5;     // the power mean has exponent 2^kSquarings
 
-// Eight ranks at a time. GCC and clang lower vectors that the processor does not have. Sums are added in
-// the same order everywhere, so that results are equal on all processors.
+// Eight ranks at a time, also on processors without such vectors, which the compiler then splits.
+// Sums are added in the same order everywhere, so that results are equal on all processors.
 constexpr int64_t kLanes = 8;
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -24,7 +24,9 @@ static inline __attribute__((always_inline)) Lanes lanes(const float* x) {
 }
 static inline __attribute__((always_inline)) Lanes larger(Lanes a, Lanes b) { return a < b ? b : a; }
 
-// busy[r] = largest load of rank r, at least 0; returns the largest busy[r], adds (busy[r] scale)^32.
+// For the ranks [begin, end): sets busy[r] to the largest load of rank r in a phase, at least 0;
+// adds min(busy[r] scale, 8)^32 to `*power`; returns the largest busy[r]. Load g of rank r is
+// load[g * stride + r] + every[g] + share[r] fill[g].
 static OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
                                     const float* every, const float* fill, int groups,
                                     int64_t begin, int64_t end, float scale, float* busy,
@@ -81,6 +83,7 @@ static OPER_CLONES void add_fourth_powers(const float* __restrict x, float scale
   }
 }
 
+// The largest load[r] + every + share[r] fill of the ranks [begin, end), at least 0.
 static OPER_CLONES float largest(const float* load, const float* share, float every, float fill,
                                  int64_t begin, int64_t end) {
   Lanes most{};

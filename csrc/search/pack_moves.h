@@ -1,4 +1,4 @@
-// Moves between states of the search, and the initial placement of pieces.
+// The neighbourhoods of the search (moves between states), and the initial placement of pieces.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace oper::search {
 
 constexpr int kMaxUnits = 4096;   // units of pulled rows per rank, at most
-constexpr int kDrawn = 12;        // ranks drawn, the best of which is used: 4 were too few, 32 gained no more
-constexpr double kSide = 0.5;     // least share of the initially pushed rows, while is_held_
+constexpr int kDrawn = 12;        // ranks drawn, of which the best is used: 4 were too few, 32 no better
+constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
 class PackMoves : protected PackState {
  protected:
@@ -43,6 +43,8 @@ class PackMoves : protected PackState {
 
   // -- choice of ranks ----------------------------------------------------------------------------
 
+  // What a small additional load on a rank would cost: the sum over the phases of the fourth power of
+  // its time, as a share of the phase.
   double marginal_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) {
@@ -56,7 +58,7 @@ class PackMoves : protected PackState {
     return sum;
   }
 
-  // Cost of a rank before this move; and with the loads `more` added to and `less` removed from it.
+  // Cost of a rank before this move; and if the loads `more` were added to and `less` removed from it.
   double rank_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) sum += phase_cost(kept_busy_[ph * W + r], ph);
@@ -112,6 +114,8 @@ class PackMoves : protected PackState {
     }
   }
 
+  // A random piece, often of the busiest rank of a phase and of a large table; -1 if the rank drawn has
+  // none.
   int pick_piece() {
     if (pieces_.size() == free_.size()) return -1;
     const int64_t r = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
@@ -123,7 +127,8 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Cut part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks.
+  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks.
+  // Returns false if there are more pieces than ranks that may own them.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
@@ -201,6 +206,7 @@ class PackMoves : protected PackState {
 
   // -- moves --------------------------------------------------------------------------------------
 
+  // Makes a random move; returns false if it is not possible.
   bool propose() {
     const double u = random_.unit();
     if (u < 0.10) return retier();
@@ -273,6 +279,7 @@ class PackMoves : protected PackState {
     return kColumnStep * (random_.unit() < 0.7 ? fine : int(random_.below(steps)) + 1);
   }
 
+  // Moves columns from a piece to another one of its part.
   bool shift(int id) {
     Piece x = pieces_[id];
     const auto& family = of_table_[x.table];
@@ -287,6 +294,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Makes some columns of a piece a new piece, on other owners.
   bool split(int id) {
     Piece x = pieces_[id];
     if (!p_.may_split[x.table] || x.width < 2 * kMinColumns) return false;
@@ -303,6 +311,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Gives all columns of a piece to another one of its part.
   bool merge(int id) {
     const auto& family = of_table_[pieces_[id].table];
     if (family.size() < 2) return false;
@@ -313,6 +322,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Changes the owners of a piece or their weights.
   bool redeal(int id) {
     Piece x = pieces_[id];
     const int most = max_owners(x.table);
@@ -358,8 +368,8 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Add an owner to every piece of a table, or remove one. A phase's length is often determined by the
-  // largest share of several pieces, so that changing only one of them would gain nothing.
+  // Adds an owner to every piece of a table, or removes one. The length of a phase is often determined
+  // by the largest shares of several pieces, so that changing only one of them would gain nothing.
   bool redeal_all(int id) {
     const int k = pieces_[id].table, most = max_owners(k);
     if (most == 1) return false;
@@ -381,8 +391,8 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Does nothing if ranks share links: a rank's pulled rows then also load its mates, so all ranks of a
-  // class keep equally many.
+  // Moves a unit of pulled rows to another rank of the class. Not if ranks share links: a rank's pulled
+  // rows then also load its mates, so that all ranks of a class keep equally many.
   bool refill() {
     if (p_.mate_first[W] > 0) return false;
     const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
@@ -402,13 +412,14 @@ class PackMoves : protected PackState {
     return is_held_ && !is_on_its_side(k, next) ? now : next;
   }
 
-  // Whether a candidate pushes about as many rows as the initial one, or none if that pushes none. A hot
-  // search decides this for large tables early, and worse than the relaxation does.
+  // Whether a candidate pushes about as many rows as the initial one, or none if that pushes none. At
+  // high temperatures a search would decide this for large tables early, and worse than the relaxation.
   bool is_on_its_side(int64_t k, int64_t candidate) const {
     const double its = pushed_[p_.first[k] + initial_[k]], now = pushed_[p_.first[k] + candidate];
     return its > 0 ? now >= kSide * its : now == 0;
   }
 
+  // Gives a part another candidate.
   bool retier() {
     const int64_t k = pick_part();
     const int64_t candidate = other_candidate(k, candidate_[k]);
@@ -424,7 +435,7 @@ class PackMoves : protected PackState {
     return !old.empty() || construct(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
   }
 
-  // Move columns of one part of a table to its other part.
+  // Moves columns of one part of a table to its other part.
   bool transfer() {
     const int64_t k = pick_part(), to = partner(k);
     if (T == whole_ || !p_.may_split[k]) return false;
@@ -466,6 +477,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Divides a part into pieces again, with another width or number of owners.
   bool recut() {
     const int id = random_.unit() < 0.5 ? pick_piece() : -1;
     const int64_t k = id < 0 ? pick_part() : pieces_[id].table;
@@ -487,7 +499,7 @@ class PackMoves : protected PackState {
   std::vector<float> marginal_, looked_at_;  // by rank
   std::vector<std::pair<float, int32_t>> order_;
   std::vector<int64_t> initial_;  // candidates at the start of the search
-  bool is_held_ = false;  // candidates are limited by is_on_its_side
+  bool is_held_ = false;  // whether is_on_its_side limits candidates
 };
 
 }  // namespace oper::search

@@ -1,10 +1,11 @@
 // State of the search for owners of pushed rows: the ranks' loads, the pieces, and how to undo a move.
 //
 // A table's columns are divided into two parts, one of which may be empty. A state gives every part a
-// candidate (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
-// distributed among a few owners by integer weights. A rank's load is a vector over (phase, group of
-// terms) and memory; the load of readers is equal for all ranks of a class. Pulled rows are distributed
-// in units that apply to all tables of a class, so that ranks with little other load own more of them.
+// candidate (which rows are pushed, pulled or replicated) and divides its pushed rows into column
+// pieces, each of which is striped over a few owners by integer weights. A rank's load is a vector: for
+// each phase its groups of terms, of which the largest counts, and memory. What ranks do as readers is
+// the same for all ranks of a class. Pulled rows are distributed in units, for all tables of a class
+// together, so that ranks with little other load own more of them.
 #pragma once
 
 #include "search/pack.h"
@@ -85,7 +86,7 @@ class PackState {
     reset(p.candidate, p.part_width, p.units);
   }
 
-  // Start a state without pieces.
+  // Starts a state without pieces.
   void reset(const int64_t* candidate, const int64_t* width, const int64_t* units) {
     candidate_.assign(candidate, candidate + T), width_.assign(width, width + T);
     load_.assign(p_.base, p_.base + W * G);
@@ -111,6 +112,7 @@ class PackState {
     for (int64_t g = 0; g < G; ++g) flat_[g * W + r] = float(load_[r * G + g]);
   }
 
+  // Saves a rank's load before its first change in a move, for `undo`.
   void touch(int64_t r) {
     if (saved_mark_[r] == stamp_) return;
     saved_mark_[r] = stamp_;
@@ -118,6 +120,7 @@ class PackState {
     saved_load_.insert(saved_load_.end(), load(r), load(r) + G);
   }
 
+  // Adds (sign 1) or removes (-1) the loads of a part's rows that are not pushed.
   void add_stay(int64_t k, double sign) {
     if (width_[k] == 0) return;
     const int64_t at = (p_.first[k] + candidate_[k]) * C * G;
@@ -128,9 +131,9 @@ class PackState {
       fill_[i] += columns * p_.fill[at + i] + sign * p_.fill_once[at + i];
   }
 
-  // Rows that are not pushed are cut at the same columns as pushed ones, and pay per piece. Most moves
-  // remove as many pieces as they add, so this is updated only at the end of a move, or before the
-  // candidate changes.
+  // Rows that are not pushed are divided at the same columns as pushed ones, and cost something per
+  // piece. Most moves remove as many pieces as they add, so that this is only updated at the end of a
+  // move, or before the candidate changes.
   void settle_cuts(int64_t k) {
     const double cuts = cuts_of(k) - counted_cuts_[k];
     if (cuts == 0) return;
@@ -143,6 +146,7 @@ class PackState {
     return double(std::max<size_t>(of_table_[k].size(), 1) - 1);
   }
 
+  // Bytes of partial sums per column of an owner with this share of the lookups, of candidate n.
   double sums(int64_t n, double share) const {
     const double* y = p_.sums + n * (p_.num_shares + 1);
     const double at = share * double(p_.num_shares);
@@ -150,7 +154,9 @@ class PackState {
     return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
   }
 
-  // Shares of lookups by owner: rows are dealt in turn, the hottest ones with their actual share.
+  // Sets the owners' shares of lookups and of partial sums. Rows are assigned to owners
+  // round-robin, by weight: each owner has its weight's share of the lookups, except that the
+  // hottest rows count with their actual shares.
   void deal(Piece& x) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};
@@ -191,10 +197,13 @@ class PackState {
     }
   }
 
-  // Amounts that an owner of a piece has: columns, share of lookups, columns of partial sums; columns by
-  // which its lookups exceed its rows' share; share of lookups that it requests from itself.
+  // What the load of an owner of a piece is proportional to.
   struct Carried {
-    double columns = 0, ids = 0, sent = 0, uneven = 0, asked = 0;
+    double columns = 0;  // its share of the rows, times the columns of the piece
+    double ids = 0;      // its share of the lookups
+    double sent = 0;     // partial sums, times the columns
+    double uneven = 0;   // its share of lookups less its share of rows, times the columns
+    double asked = 0;    // share of the lookups that it requests from itself
     Carried operator-(const Carried& x) const {
       return {columns - x.columns, ids - x.ids, sent - x.sent, uneven - x.uneven, asked - x.asked};
     }
@@ -221,6 +230,7 @@ class PackState {
     add_load(n, c, carried(x, i, n), to);
     return to;
   }
+  // Adds the load of an owner to its rank and to the ranks that share its links.
   void charge(int64_t r, int64_t n, const Carried& y) {
     touch(r);
     const int64_t c = p_.class_of[r];
@@ -233,7 +243,7 @@ class PackState {
     }
   }
 
-  // Replace the loads of a table's piece `from` by those of `to`; either may have no owners.
+  // Replaces the loads of a table's piece `from` by those of `to`; either may have no owners.
   void carry(const Piece& from, const Piece& to) {
     const int64_t n = p_.first[to.table] + candidate_[to.table];
     int64_t c = -1;
@@ -304,7 +314,7 @@ class PackState {
 
   // -- pieces -------------------------------------------------------------------------------------
 
-  // Add a piece, remove it, or change its width and owners; can be undone by `undo`.
+  // Add a piece, remove it, or change its width and owners. `undo` undoes it.
   void insert(const Piece& x) {
     if (free_.empty()) {
       free_.push_back(int(pieces_.size()));
@@ -323,7 +333,7 @@ class PackState {
     log_.push_back({id, pieces_[id]});
     link(id, x);
   }
-  // Set piece `id` to `x`. A piece without owners is not part of the state, and is in `free_`.
+  // Sets piece `id` to `x`. A piece without owners is not part of the state, and is in `free_`.
   void link(int id, const Piece& x) {
     Piece& was = pieces_[id];
     const auto differs = [&](int i) {

@@ -1,3 +1,10 @@
+// The pricing problem of each table, see OperPricing: its cheapest configuration at given prices of
+// the resources, or a proof that none is cheaper than the known one.
+//
+// A block is a range of rows of equal hotness. It either stays (its rows are pulled or replicated),
+// or is pushed to one of the options, which are classes of owners. A table cut by columns into
+// `streams` pieces pays its id stream so many times. Owners of a piece type can have at most `mass`
+// of the lookups each, which determines the bytes of partial sums.
 #include "search/price.h"
 #include "search/price_loops.h"
 #include "search/sums.h"
@@ -18,12 +25,12 @@ using namespace oper::search;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
-constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds an entire piece
+constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
 constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
-constexpr int64_t kAlone = 30;       // tables x options, up to which a second thread does not pay
+constexpr int64_t kAlone = 30;       // up to so many tables x options, a second thread takes longer to start
 
-enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
-enum Pushes : uint8_t { kFree, kStill, kPushes };
+enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };  // OperPricing::mode
+enum Pushes : uint8_t { kFree, kStill, kPushes };                    // OperPricing::pushes
 
 class Pricing {
  public:
@@ -69,7 +76,7 @@ class Pricing {
   }
 
  private:
-  // Pieces of one type, all or some of whose rows are pushed; kind 2 j (all) or 2 j + 1 (some) of type j.
+  // Pieces of type j with all rows pushed (kind 2 j) or some (kind 2 j + 1).
   struct Kind {
     double least = kInfinity;     // lower bound of the cost of the table in such pieces
     double cost = kInfinity;      // cost with the cheapest set of pushed blocks found
@@ -77,7 +84,6 @@ class Pricing {
     std::vector<int64_t> chosen;  // that set: 0, or 1 + the option of each block
   };
   static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
-
 
   // The last piece of the shortest path to a column.
   struct Step {
@@ -165,7 +171,8 @@ class Pricing {
     return least + offset_;
   }
 
-  // Set `gain_` to the least excess over staying of each block, over classes, and `class_` to the class.
+  // Sets `gain_` to the least cost of pushing each block, less that of staying, over the classes of
+  // owners, and `class_` to the class.
   void cheapest_classes(bool with_sums) {
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_)

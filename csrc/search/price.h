@@ -1,4 +1,5 @@
-// Pricing of tables and limits of pushed pieces; called from oper/search/pricing and .../relaxation.
+// The arguments of `oper_price` (pricing of tables) and `oper_fit` (limits of pushed pieces), which
+// oper/search/pricing and oper/search/relaxation call.
 #pragma once
 
 #include <cstdint>

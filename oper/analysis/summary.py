@@ -54,7 +54,7 @@ def skew(table: TableStats) -> Skew:
     hottest, top_1pct, top_10pct = (float(share) for share in table.coverage(sizes))
 
     def rows_for(share: float) -> int:
-        # Rows of one count weigh the same, so between classes mass is linear in rows.
+        # Rows of equal count have equal shares, so the mass grows linearly between two counts.
         return math.ceil(float(np.interp(share * mass[-1], mass, ends)) - 1e-9)
 
     return Skew(

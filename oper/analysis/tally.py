@@ -65,6 +65,7 @@ class Tally:
         return taken
 
     def _where(self) -> tuple[ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]:
+        """Return the table as the first arguments of the compiled functions."""
         return ctypes.c_int32(self._wide), address(self._table), ctypes.c_int32(self._bits)
 
     def _grow(self) -> bool:
@@ -116,17 +117,17 @@ class Tally:
     def sample(self, level: int) -> Counts:
         """Return the ids whose hash has `level` leading zeros (see `native.sampled`), and their
         counts, as `result` does."""
-        room = self.num_ids if not level else 0
+        size = self.num_ids if not level else 0
         while True:
-            ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)
+            ids, counts = np.empty(size, np.int64), np.empty(size, np.int64)
             if not self._bits:
                 return ids, counts
             found = library().oper_data_tally_list(
-                *self._where(), ctypes.c_int64(0), ctypes.c_int32(level), ctypes.c_int64(room),
+                *self._where(), ctypes.c_int64(0), ctypes.c_int32(level), ctypes.c_int64(size),
                 address(ids), address(counts))
-            if found <= room:
+            if found <= size:
                 return ids[:found], counts[:found]
-            room = found
+            size = found
 
     def result(self) -> Counts:
         """Return ids, ascending, and counts, int64 [K] each; true - error <= count <= true."""

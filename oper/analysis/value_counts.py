@@ -131,7 +131,7 @@ def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
     while top < end and np.count_nonzero(counts < 2 * top) < _FIT_ROWS:
         top *= 2
     near = counts[counts < 2 * top]
-    if near.size < 10:
+    if near.size < 10:  # too few for a fit: Zipf's law, c^-2, whose sum from `least` is 1 / least
         return 2.0, near.size * float(least)
     # For a power law on [least, 2 top), the mean of log(c / least) falls as the slope grows.
     mean = float(np.log((near + 0.5) / least).mean())

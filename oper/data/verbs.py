@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from oper.errors import InvalidInputError, UsageError, require
 from oper.rows.capacity import DynamicRows
 from oper.support.files import check_target
-from oper.support.flags import KEY_RULES, add_key_rules, named, names, number, whole
+from oper.support.flags import KEY_RULES, add_key_rules, name_values, names, number, whole
 from oper.support.text import aligned
 
 if TYPE_CHECKING:
@@ -136,14 +136,15 @@ def run_preprocess(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
     from oper.data.generic import GENERIC, file_layout
-    from oper.data.preprocessing.trial import dry_run, looks_of
+    from oper.data.preprocessing.trial import describe_columns, dry_run
     from oper.data.reading.estimate import Needs
     from oper.data.reading.lines import expand_inputs
 
     if args.recipe in GENERIC and not args.sparse:
         path = expand_inputs(args.inputs)[0]
-        looks = looks_of(path, file_layout(args.recipe, _separator(args.separator), args.encoding))
-        found: dict[str, Any] = {"columns": [{"name": n, **look} for n, look in looks.items()]}
+        facts = describe_columns(path, file_layout(args.recipe, _separator(args.separator),
+                                                   args.encoding))
+        found: dict[str, Any] = {"columns": [{"name": n, **fact} for n, fact in facts.items()]}
     else:
         found = dry_run(_recipe(args), args.inputs, options)
     if args.json:
@@ -438,7 +439,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 
 
 def _row_numbers(text: str | None) -> dict[str, int] | None:
-    pairs = named(text or "", ",")
+    pairs = name_values(text or "", ",")
     if pairs is None or not all(x.isdecimal() and len(x) < 20 for x in pairs.values()):
         raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N, each field once",
                          "name each field once with its rows")

@@ -2,9 +2,11 @@
 
 TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), computes
 the products of all pairs of rows and selects half of them. The fused operator computes only this
-half, while a block of samples is in the processor's cache, and stores no intermediate results. The
-dense layers before and after it use torch's kernels: large ones those of oneDNN, consecutive small
-ones one operator, which releases Python's interpreter lock, for which a server's threads compete.
+half, while a block of samples is in the processor's cache, and stores no intermediate results.
+
+Large dense layers before and after it use oneDNN's kernels. Consecutive small layers become one
+operator, which releases Python's interpreter lock once for all of them, since the threads of a
+server compete for that lock.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from oper.shmem.batch import Lookup
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_LARGE = 5_000_000  # multiplications from which oneDNN's operator is faster
+_LARGE = 5_000_000  # number of multiplications from which oneDNN is faster
 
 
 class FusedDLRM(nn.Module):
@@ -186,8 +188,8 @@ def _layers(module: Any) -> Any:
 
 
 def _linear_layers(module: Any) -> list[tuple[nn.Linear, bool]] | None:
-    """Return the linear layers and whether a ReLU follows each; None for anything else. A linear
-    layer without a bias counts as anything else."""
+    """Return the linear layers of `module` and whether a ReLU follows each; None if it has a linear
+    layer without a bias, or any other layer."""
     from torchrec.models.dlrm import DenseArch, OverArch
     from torchrec.modules.mlp import MLP, Perceptron
 

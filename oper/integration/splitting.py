@@ -41,8 +41,10 @@ def split_batch(batch: Any, num_parts: int | Sequence[int]) -> tuple[list[Any], 
     if len(sizes) != 1 or any(a == b for a, b in pairwise(bounds)):
         raise InvalidInputError("cannot split a batch", "numbers of samples of its tensors",
                                 sorted(sizes),
-                                f"the same number, with at least one in each part, {num_parts}",
-                                "pass split=, use fewer parts, or drop the last, smaller batch")
+                                "one number, which leaves no part of num_parts="
+                                f"{num_parts} without a sample",
+                                "pass a function as split=, use fewer parts, or drop the last, "
+                                "smaller batch")
     return _split(batch, bounds), [b - a for a, b in pairwise(bounds)]
 
 
@@ -103,7 +105,7 @@ def _split(value: Any, bounds: Sequence[int]) -> list[Any]:
         if held:  # passing all samples to every part would train them several times
             raise InvalidInputError("cannot split a batch", f"tensors in {type(value).__name__}",
                                     held[:8], "tensors in tuples, lists, dicts or dataclasses",
-                                    "pass split=")
+                                    "pass a function as split=")
         return [value] * (len(bounds) - 1)
     return [_like(value, list(of)) for of in zip(*(_split(c, bounds) for c in children),
                                                  strict=True)] or [value] * (len(bounds) - 1)
@@ -121,7 +123,7 @@ def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         raise InvalidInputError("cannot split a batch", "features",
                                 "with a variable batch per feature or inverse_indices",
-                                "one bag per sample and feature", "pass split=")
+                                "one bag per sample and feature", "pass a function as split=")
     keys, size, weights = features.keys(), features.stride(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), size)
     at = torch.tensor([[k * size + b for k in range(len(keys))] for b in bounds])

@@ -65,7 +65,7 @@ class TableModule(nn.Module):
         nn.Module.__init__(self)
         self._name = name
         self._parameters = FixedEntries(weight=TableParameter(tables, name, trains))
-        leave_alone(self)
+        skip_in_fully_shard(self)
 
     def extra_repr(self) -> str:
         num_rows, dim = self.weight.shape
@@ -176,8 +176,8 @@ def refuse_lookup(tables: Any, error: Exception) -> None:
         tables.refuse_lookup(error)
 
 
-def leave_alone(module: nn.Module) -> None:
-    """Make ``fully_shard`` of a model skip `module`, whose tables are synchronized already.
+def skip_in_fully_shard(module: nn.Module) -> None:
+    """Make ``fully_shard`` of an enclosing model skip `module`, whose tables are sharded already.
 
     The module is marked as if torch's ``replicate`` had been applied to it.
     """

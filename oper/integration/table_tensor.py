@@ -341,7 +341,7 @@ class _Copy:
         tables = self._rows.tables
         tables.barrier()  # peers may still be reading
         self._rows.write(rank0_values(tables, self._values), self._window[0])
-        tables.publish()
+        tables.flush_replicas()
 
 
 def _note_reader(tensor: TableTensor) -> None:

@@ -24,16 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Target:
-    """A module with tables that a sharded module replaces, or has replaced."""
+    """A module with tables that a sharded module replaces, or has replaced.
+
+    Attributes:
+        path: path of the module in the model.
+        module: the module.
+        is_collection: whether it is a collection of TorchRec; otherwise it is an
+            ``nn.EmbeddingBag`` or ``nn.Embedding``.
+        optimizers: for training, optimizers of the tables by their names in the module.
+        specs: the tables, in the order of the module's outputs.
+        names: maps the tables' names in the module to their names in plans.
+        is_quantised: whether TorchRec has quantised the collection for inference.
+        kind: the embedding class that `module` is an instance of.
+    """
 
     path: str
     module: Any
-    is_collection: bool  # of TorchRec; else an nn.EmbeddingBag or nn.Embedding
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by name in the module
+    is_collection: bool
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
     specs: list[TableSpec] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # name in the module -> in the plan
-    is_quantised: bool = False  # a collection that TorchRec has quantised for inference
-    kind: type | None = None  # the embedding class that `module` is an instance of
+    names: dict[str, str] = field(default_factory=dict)
+    is_quantised: bool = False
+    kind: type | None = None
 
     def keys(self) -> dict[str, str]:
         """Map every table's name in the plan to its ``state_dict`` key."""
@@ -82,17 +94,17 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
             that overrides its embedding class, or modules share parameters.
     """
     found = all_targets(module)
-    behind = {t.path: why for t in found if (why := _own_behaviour(t))}
-    if wanted is not None and behind.keys() & set(wanted):
+    reasons = {t.path: why for t in found if (why := _own_behaviour(t))}
+    if wanted is not None and reasons.keys() & set(wanted):
         raise InvalidInputError(
             "cannot shard a module that does more than look up", "modules",
-            {path: why for path, why in behind.items() if path in wanted},
+            {path: why for path, why in reasons.items() if path in wanted},
             "modules that do not override their embedding class",
             "make the embedding a child of the module, or leave the module out of modules=")
-    able = [t for t in found if t.path not in behind]
+    able = [t for t in found if t.path not in reasons]
     targets = [t for t in able if wanted is None or t.path in wanted]
     if wanted is None:
-        _warn_of_unsharded(module, behind)
+        _warn_of_unsharded(module, reasons)
     done = [path for path, child in module.named_modules() if hasattr(child, "tables")
             and type(child).__module__.startswith("oper.integration")]
     if done and not targets:
@@ -126,9 +138,9 @@ def _own_behaviour(target: Target) -> str:
     return ""
 
 
-def _warn_of_unsharded(module: nn.Module, behind: Mapping[str, str]) -> None:
-    """Warn of modules with tables that stay unsharded; `behind` gives the reason by path."""
-    others = dict(behind)
+def _warn_of_unsharded(module: nn.Module, reasons: Mapping[str, str]) -> None:
+    """Warn of modules with tables that stay unsharded, by path those with `reasons` and others."""
+    others = dict(reasons)
     fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
     if fused is not None:
         others |= {path: f"a {type(child).__name__}" for path, child in module.named_modules()
@@ -374,7 +386,7 @@ def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGro
         if padding is not None and target.module.weight.is_meta:  # torch initializes it to zero
             spec = target.specs[0]
             tables.write(spec.name, torch.zeros(1, spec.dim), padding)
-            tables.publish()
+            tables.flush_replicas()
     tables.use_huge_pages()
     if type(tables) is ShardedTables:  # `DeviceTables` chooses for every batch
         choose_automatically(tables)
@@ -390,7 +402,7 @@ def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableS
     for spec in target.specs:
         for begin, rows in source.rows(keys[spec.name], held[spec.name], spec):
             tables.write(spec.name, rows, begin)
-    tables.publish()
+    tables.flush_replicas()
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:

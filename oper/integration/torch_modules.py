@@ -79,7 +79,7 @@ class _ShardedModule(TableModule):
         """Load an `optimizer_state_dict` saved under any plan and world size. Collective."""
         self.tables.barrier()  # peers may still be reading
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
-        self.tables.publish()
+        self.tables.flush_replicas()
 
 
 def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:

@@ -41,7 +41,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError
-from oper.integration.ahead import Ahead
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
@@ -50,14 +49,15 @@ from oper.integration.checkpoint.table_state import (
     load_optimizer_entries,
     optimizer_entries,
 )
+from oper.integration.prefetch import PrefetchQueue
 from oper.integration.table_module import (
     FixedEntries,
     TableBag,
     TableEmbedding,
     TableModules,
-    leave_alone,
     refuse_lookup,
     refuse_script,
+    skip_in_fully_shard,
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
@@ -148,8 +148,8 @@ class _Context(Multistreamable):
     def __init__(self) -> None:
         self.sharding_contexts: list[Any] = []
         self.features: KeyedJaggedTensor | None = None
-        self.coming: Future[Lookup] | None = None
-        self.shares = False  # value of `_ShardedCollection._shares` when the lookup was created
+        self.prefetched: Future[Lookup] | None = None
+        self.shares = False  # `_ShardedCollection._shares` when the lookup was created
 
     def record_stream(self, stream: Any) -> None:
         """Keep the allocator from reusing the features' memory while `stream` reads it."""
@@ -237,7 +237,7 @@ class _FusedOptimizer(FusedOptimizer):
             entries = self._shown.pop(table, None)
             if entries is not None:
                 load_optimizer_entries(self._tables, self._names[table], table, entries)
-        self._tables.publish()
+        self._tables.flush_replicas()
 
     def step(self, closure: Any = None) -> None:
         """Do nothing: the backward pass has already updated the tables."""
@@ -285,8 +285,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
         self._optimizer = _FusedOptimizer(tables, names, self._parameters_of, {
             name: m.weight for name, m in self._table_modules.items()})
-        self._ahead = Ahead(tables)
-        leave_alone(self)
+        self._prefetched = PrefetchQueue(tables)
+        skip_in_fully_shard(self)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Start preprocessing the ids of the next batch on a separate thread.
@@ -297,8 +297,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         ids and raises their errors; at most 8 batches are retained, and the oldest is dropped
         first. Not collective, except within `oper.micro_batches`: it starts the entire lookup.
         """
-        with contextlib.suppress(Exception):  # the forward pass raises it, and tells all ranks
-            self._ahead.announce(features, self.lookup_of(features))
+        with contextlib.suppress(Exception):  # the forward pass raises it, and notifies all ranks
+            self._prefetched.enqueue(features, self.lookup_of(features))
 
     @property
     def features(self) -> list[str]:
@@ -312,8 +312,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         """Return the `Lookup` of a batch, with preprocessed ids if `prefetch` got the batch."""
-        if self._ahead.coming:
-            known = self._ahead.take(features)
+        if self._prefetched.queued:
+            known = self._prefetched.pop(features)
             if known is not None and (known.shared is None or self._shares):
                 return known
         if torch._C._get_tracing_state() is not None:
@@ -366,15 +366,15 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     def input_dist(self, ctx: _Context, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         # Called one batch early, so ids are preprocessed while the previous batch is trained.
         ctx.shares = self._shares
-        with contextlib.suppress(Exception):  # `compute` raises it, and tells all ranks
-            ctx.coming = self._ahead.start(self.lookup_of(features))
+        with contextlib.suppress(Exception):  # `compute` raises it, and notifies all ranks
+            ctx.prefetched = self._prefetched.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: _Context, dist_input: Any) -> Any:
         ctx.features = dist_input[0]
-        if ctx.coming:
-            return self.tables.lookup(ctx.coming.result())
+        if ctx.prefetched:
+            return self.tables.lookup(ctx.prefetched.result())
         ctx.shares = self._shares
         try:
             batch = self.lookup_of(ctx.features)

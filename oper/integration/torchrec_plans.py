@@ -241,7 +241,7 @@ def _losses(entry: TablePlan, kind: str, held: np.ndarray, options: ExportOption
         yield f"{len(entry.pieces)} column pieces"
     by_rows = kind in ("row_wise", "table_row_wise")
     if by_rows or any(x.placement == "striped" for x in rest):
-        order = "rows dealt in hotness order" if entry.head_ids.size else "rows dealt in turn"
+        order = "rows striped in hotness order" if entry.head_ids.size else "rows striped by id"
         yield f"{order} become " + ("ranges of ids" if by_rows else "one owner")
     if by_rows and options.row_ranges == "even" and held.max() - held.min() > 1e-6 * held.max() + 1:
         yield "uneven shares of the ranks become even ones"
@@ -457,7 +457,7 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
         if not able:
             raise InvalidInputError(f"cannot plan a {kind.__name__}", "sharders",
                                     [type(s).__name__ for s in sharders],
-                                    f"one of {kind.__name__}", "pass its sharder, too")
+                                    f"a sharder of {kind.__name__}", "add it to the list")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
 

@@ -47,7 +47,7 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
     samples = (_samples(inverse, names, size, least)
                if inverse is not None and pooled and shares else None)
     if samples is not None:
-        size = max(size, samples.shape[1])  # the output of B samples first holds the rows of bags
+        size = max(size, samples.shape[1])  # the output, of B rows, first holds the bags' rows
     elif size == least:
         return lengths, size, None
     if not lengths.is_cpu or torch.compiler.is_compiling():

@@ -61,9 +61,9 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
            options: Mapping[str, Any] | None = None) -> Replanning:
     """Make a plan for new statistics and compare it with the current plan.
 
-    Both plans' steps are modelled on the new statistics with each row where the plan places it, so
-    that an outdated hotness order has its cost. In larger tables, the 65,536 hottest rows are
-    represented one by one and the other rows as equally hot.
+    Both plans' steps are modelled on the new statistics, with each row where the plan places it.
+    The current plan's step therefore includes the cost of its outdated hotness order. In larger
+    tables, the 65,536 hottest rows are modelled one by one, and all others as equally hot.
 
     Args:
         plan: the plan in use.
@@ -79,7 +79,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     """
     check_batch(plan)
     if not copy_gbps > 0:
-        raise InvalidInputError("cannot price another plan", "copy_gbps", copy_gbps, "> 0",
+        raise InvalidInputError("cannot compare another plan", "copy_gbps", copy_gbps, "> 0",
                                 "pass the rate at which a rank copies rows, in GB/s")
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
@@ -97,7 +97,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 def check_batch(plan: Plan) -> None:
     """Raise InvalidInputError if a plan does not state its batch size."""
     if plan.batch_size < 1:
-        raise InvalidInputError("cannot price another plan", "plan.batch_size", plan.batch_size,
+        raise InvalidInputError("cannot compare another plan", "plan.batch_size", plan.batch_size,
                                 ">= 1, the samples per rank and step",
                                 "set batch_size in the plan, or use a plan made by oper plan")
 

@@ -1,9 +1,10 @@
 """Access statistics of the rows of dynamic tables, as their directories have counted them.
 
-Before training, the rows that hot keys will get are unknown, so a plan can give the default row a
-tier, but no key. While a table trains, its directory counts the occurrences of every key. A plan
-made from these counts gives the hottest rows their own tiers, and `oper.migrate` moves the tables
-to it. Keys keep their rows, so directories, checkpoints and deltas do not depend on it.
+Before training, the rows that hot keys will get are unknown, so a plan can give a tier of its own
+to the default row only. While a table trains, its directory counts the occurrences of every key. A
+plan made from these counts gives the hottest rows their own tiers, and `oper.migrate` moves the
+tables to it. Keys keep their rows, so directories, checkpoints and deltas do not depend on the
+plan.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def row_stats(model: nn.Module, stats: AccessStats) -> AccessStats:
     Collective; call it between two training steps. The result does not depend on the number of
     ranks or on the plan.
 
-    A row's number of accesses is the count of its key, halved as `DynamicTable.half_life` states;
-    without a half-life it covers the time since the key got the row. The number of the
-    default row is such that its share of the table's accesses is the share of lookups that have
-    read it since the tables were made. Only ratios of a table's numbers mean anything: their sum is
-    not that of the bags' lengths, which are from `stats`. The 65,536 hottest rows are listed one by
+    A row's access count is the count of its key, halved as `DynamicTable.half_life` states; without
+    a half-life it covers the time since the key got the row. The default row's count is chosen such
+    that its share of the table's accesses equals the share of lookups that have read it since the
+    tables were made. Only ratios between a table's counts are meaningful: their sum differs from
+    the sum of the bag lengths, which are from `stats`. The 65,536 hottest rows are listed one by
     one.
 
     Args:

@@ -91,9 +91,9 @@ class _Target:
         tier: the tier.
         owner: int64 [n], new owner of each row.
         domains: int64 [W], memory domain of each rank.
-        scale: number of rows that each represents.
+        scale: number of rows that each sampled row represents.
         row_bytes: bytes of the columns that come from the piece.
-        states: bytes of each optimizer state that come from the piece.
+        states: bytes of each optimizer state array that come from the piece.
     """
 
     tier: TierLayout

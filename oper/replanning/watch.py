@@ -175,6 +175,7 @@ class Replanner:
         return event
 
     def _weigh(self, step_s: float) -> Event | None:
+        """Decide what to do about a window whose median step took `step_s` seconds."""
         if any(tables.migration is not None for tables in self._tables):
             return None
         if self._is_settling or self._usual_s == 0:
@@ -194,7 +195,7 @@ class Replanner:
             return self._move(found, topology, step_s) if saved_us >= found.copy_us else None
         if self._num_changed * abs(step_s - self._usual_s) < self._measuring_s:
             return None
-        return self._look(step_s)
+        return self._check_links(step_s)
 
     def _is_like(self, one: float, other: float) -> bool:
         return max(one, other) <= (1 + self._options.tolerance) * min(one, other)
@@ -202,7 +203,7 @@ class Replanner:
     def _forget(self) -> None:
         self._changed_s, self._num_changed, self._better = 0.0, 0, None
 
-    def _look(self, step_s: float) -> Event:
+    def _check_links(self, step_s: float) -> Event:
         """Measure the links, and make a new plan if they have changed."""
         links, self._measuring_s = self._timed(self._measured)
         known = _link_gbps(self.topology)

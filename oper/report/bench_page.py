@@ -96,6 +96,8 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]], name: str
              ) -> str:
+    """Plot the bars of all cases below each other; `cases` has for each case its title, and the
+    name and times of each contender."""
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
     figure, axis = canvas(0.7 + 0.2 * sum(len(t) + 1 for _, t in cases))
     y, ticks = 0, []
@@ -134,7 +136,8 @@ def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
                for k in ("executed_ms", "predicted_ms")),
              "{low:.2f} to {high:.2f}".format(**x["over_oper"]) if "over_oper" in x else "-"]
             for c in cases if isinstance(c.get("contenders"), dict)
-            for name, x in c["contenders"].items()]
+            for name, x in c["contenders"].items()
+            if isinstance(x, dict) and "runtime" in x]  # other benchmarks have contenders, too
     if not rows:
         return []
     return [Table("Contenders, executed and predicted", [
@@ -143,7 +146,8 @@ def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Plot the bytes sent by the hosts' network interfaces."""
-    bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])})
+    bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])
+                         if _is_number(x)})
             for c in cases if isinstance(c.get("sent_bytes_by_host"), list)]
     if not bars:
         return []

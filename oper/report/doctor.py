@@ -68,6 +68,7 @@ class Report:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -100,6 +101,7 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
+    """Format a report as text."""
     def block(title: str, rows: dict[str, Any]) -> list[str]:
         width = max((len(k) for k in rows), default=0)
         return [title, *(f"  {k:<{width}}  {v}" for k, v in rows.items())]

@@ -12,13 +12,11 @@ from oper.analysis import distance
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
-from oper.report.figures import axes, line, plain, short, with_legend
+from oper.report.figures import MAX_CURVES, axes, line, plain, short, with_legend
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats
 from oper.tables import format_bytes
 from oper.topology import Topology
-
-_MAX_CURVES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
 
 def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
     figure, axis = axes("", "distance from the old statistics")
-    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:_MAX_CURVES]
+    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:MAX_CURVES]
     for k, name in enumerate(names):
         axis.plot(range(len(found)), [d.distances[name] for d in found], **line(k),
                   label=short(name))

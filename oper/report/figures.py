@@ -24,7 +24,7 @@ PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped pus
                      "host memory": "#882255", "copy per host": "#CC79A7"}
 NUM_COLOURS = len(_TERM_COLOURS)
 _MARK = "#7f7f7f"  # visible on light and on dark pages
-_MAX_CURVES = 10
+MAX_CURVES = 10  # tables in a plot of curves
 _MAX_LABEL = 48  # characters
 MAX_MAPPED = 40  # tables in the placement map
 _WIDTH = 4.8  # inches of every plot, so that its text can be read on a phone
@@ -133,7 +133,7 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 def coverage(problem: Problem) -> str:
     """Plot the share of lookups that each share of hottest rows receives, by table."""
     figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
-    tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
+    tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:MAX_CURVES]
     for k, t in enumerate(tables):
         share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
         axis.plot(t.edges[1:] / t.spec.num_rows, share[1:], **line(k, marked=False),
@@ -143,7 +143,13 @@ def coverage(problem: Problem) -> str:
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
-    """Plot horizontal bars made of named parts; a part has the same colour in all bars."""
+    """Plot horizontal bars made of named parts; a part has the same colour in all bars.
+
+    Args:
+        bars: for each bar, its title and the size of each of its parts.
+        label: label of the value axis.
+        name: see `svg_of`.
+    """
     parts = list(dict.fromkeys(part for _, found in bars for part in found))
     figure, axis = canvas(0.7 + 0.28 * len(bars))
     for y, (_, found) in enumerate(bars):

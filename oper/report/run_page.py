@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError
-from oper.report.figures import axes, line, short, stacked, with_legend
+from oper.report.figures import MAX_CURVES, axes, line, short, stacked, with_legend
 from oper.report.page import Plot, Table, render
 
 METRICS = "metrics.jsonl"  # as oper.train writes it
-_MAX_CURVES = 10
 _EVENTS = ("admitted", "evicted", "expired", "refused")
 
 
@@ -85,12 +84,12 @@ def _keys(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]
              *(f"{totals[n][e]:,}" for e in _EVENTS), f"{of['default_share']:.2%}",
              f"{shares[n]:.2%}" if n in shares else "-"]
             for n in names for of in [counted[-1][1][n]]]
-    note = f"For the {_MAX_CURVES} tables with the most lookups."
+    note = f"For the {MAX_CURVES} tables with the most lookups."
 
     def plot(heading: str, about: str, value: str) -> Plot:
         curves = [(short(n), [(step, of[n][value]) for step, of in counted])
-                  for n in names[:_MAX_CURVES]]
-        return Plot(heading, f"{about} {note}" if len(names) > _MAX_CURVES else about,
+                  for n in names[:MAX_CURVES]]
+        return Plot(heading, f"{about} {note}" if len(names) > MAX_CURVES else about,
                     _curves(heading, value, curves))
 
     return [

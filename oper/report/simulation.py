@@ -34,6 +34,7 @@ from oper.tables import TableSpec, format_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper simulate``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
     parser.add_argument("--split", default="train", help="split of that folder (default train)")
@@ -55,14 +56,16 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
                              "during dense compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of drawn batches")
+    parser.add_argument("--seed", type=whole(0), default=0,
+                        help="without --trace: seed of the draws (default 0)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Replay batches, print predicted and replayed figures, and write the trace if requested."""
+    """Replay batches, print predicted and replayed figures, and write the trace if requested;
+    returns the exit code."""
     if args.trace is None and args.stats is None:
-        raise UsageError("nothing to replay", "trace, stats", None,
+        raise UsageError("nothing to replay", "--trace, --stats", None,
                          "a preprocessed folder, or statistics to draw batches from",
                          "pass --trace DIR or --stats FILE")
     plan, problem = verbs.stated(args, _statistics(args))
@@ -71,7 +74,6 @@ def run_simulate(args: argparse.Namespace) -> int:
         bits.check_for(t.table for t in plan.tables)
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
-    schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
     clipped = _clipped(args.clipped, plan)
     wire = WireReplay(plan, problem.topology.domain_of(), problem.training, clipped=clipped)
     found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
@@ -91,7 +93,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True, eq=False)
 class Simulation:
-    """The result of a replay.
+    """The bytes and loads of replayed steps.
 
     Attributes:
         num_bytes: int64 [13, W, W], bytes read in all steps by kind (`oper.rows.traffic.KINDS`),
@@ -124,6 +126,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
     wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
+    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
@@ -150,7 +153,7 @@ def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
     known = [t.table.name for t in plan.tables]
     unknown = [n for n in names if n not in known and n != "*"]
     if unknown:
-        raise InvalidInputError("cannot replay", "clipped", unknown[:8],
+        raise InvalidInputError("cannot replay the batches", "--clipped", unknown[:8],
                                 f"some of {known[:8]}, or '*'", "name tables of the plan")
     return known if "*" in names else list(names)
 
@@ -236,7 +239,8 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 
 
 def _model(name: str, stats: TableStats) -> TableModel:
-    """Model lookups with the counted frequencies; uncounted rows are never drawn."""
+    """A model of a table's lookups with the counted frequencies; rows that were never looked up are
+    never drawn."""
     counts, rows = stats.count_histogram()
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
     return TableModel(name, Popularity.of(rows, weights), bag_lengths(stats), 0.0, stats.head_ids)
@@ -285,6 +289,7 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
 
 
 def as_text(value: dict[str, Any]) -> str:
+    """Format the result of `as_json` as text."""
     constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
     lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.analysis.summary import skew
-from oper.report.figures import axes, line, short, with_legend
+from oper.report.figures import MAX_CURVES, axes, line, short, with_legend
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats, TableStats
 
-_MAX_CURVES = 10
 Named = Sequence[tuple[str, TableStats]]
 
 
@@ -19,9 +18,9 @@ def stats_page(stats: AccessStats) -> str:
     """Return a page with coverage, hotness, bag lengths, presence and drift; the plots show the
     tables with the most lookups."""
     busiest: Named = [(n, t) for n, t in sorted(
-        stats.tables.items(), key=lambda item: -item[1].num_accesses)[:_MAX_CURVES]
+        stats.tables.items(), key=lambda item: -item[1].num_accesses)[:MAX_CURVES]
         if t.num_accesses]
-    shown = "" if len(stats.tables) <= _MAX_CURVES else f" The {_MAX_CURVES} busiest tables."
+    shown = "" if len(stats.tables) <= MAX_CURVES else f" The {MAX_CURVES} busiest tables."
     every = {n: skew(t) for n, t in stats.tables.items()}
     plots = []
     if busiest:

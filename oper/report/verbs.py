@@ -13,13 +13,15 @@ from oper.support.flags import number
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper explain``, including that of its HTML page."""
     verbs.configure_explain(parser)
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page (one file) with "
                                                        "plots")
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Print the modelled cost of a plan, and write its HTML page if requested."""
+    """Print the modelled cost of a plan, and write its HTML page if requested; returns the exit
+    code."""
     code = verbs.run_explain(args)
     if args.html is not None:
         from oper.report.plan_page import write_page
@@ -30,6 +32,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper report``."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)"),
                         ("run", "a training run (its folder)")):
@@ -45,7 +48,8 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
                      help="the plan in use: also model when a new plan pays off")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
-                     help="GB/s at which a rank copies rows to a new plan (default 1)")
+                     help="with --plan: GB/s at which a rank copies rows to a new plan "
+                          "(default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     page = "a page about a plan, and print what 'oper explain' prints"
     configure_explain(kinds.add_parser("plan", help=page, description=f"Make {page}"))

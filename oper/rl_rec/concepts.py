@@ -12,8 +12,8 @@ from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, Concepts, log_c
 from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, least_squares
 from oper.rl_rec.models.autoencoders.item_tables import positives
 
-FACTORS = 32
-ROUNDS = 50
+FACTORS = 32  # number of singular vectors that represent an item
+ROUNDS = 50   # maximum number of k-means iterations
 
 
 def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor | None = None,
@@ -21,8 +21,8 @@ def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor
     """Compute the `Concepts` that `CaDVAE` needs before training.
 
     These are item concepts (`config.concepts`), activity weights, means and standard deviations of
-    the labels over the training users, and the graph fitted to the labels (`config.graph`). Labels
-    are standardised first, so edge directions are only one of several explanations of the data.
+    the labels over the training users, and the graph fitted to the labels (`config.graph`). The
+    fit uses standardised labels, which do not determine the directions of edges.
 
     Args:
         data: the interactions.
@@ -88,8 +88,8 @@ def activity_weights(counts: torch.Tensor) -> torch.Tensor:
     shared = pairs.median().clamp(min=0)
     own = (variance - shared).clamp(min=1e-3 * float(variance.max()))
     noise = 1 / (1 / own).sum()
-    taken = 1 - (noise / (shared + noise)).sqrt()
-    return (taken * noise / own).float()
+    removed = 1 - (noise / (shared + noise)).sqrt()  # share of the estimate that is subtracted
+    return (removed * noise / own).float()
 
 
 def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,
@@ -132,7 +132,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
         torch.manual_seed(seed)
         rank = min(FACTORS, *matrix.shape)
         u, s, _ = torch.svd_lowrank(matrix, q=rank, niter=4)
-        # The first pair is popularity itself.
+        # The first pair of singular vectors reflects popularity, not taste.
         points = torch.nn.functional.normalize((u * s)[:, 1:] if rank > 1 else u, dim=1)
         seen = count > 0
         centres = _spherical_kmeans(points[seen], num_clusters, axes)

@@ -58,8 +58,8 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
     alone = np.stack([_explained(codes[test, c] @ _ridge(codes[learn, c], factors[learn]),
                                  factors[test]) for c in range(count)])
     best = np.sort(alone, axis=0)[::-1]
-    told, whole = scores_of(terms.std(axis=0))
-    return {"disentanglement": told, "completeness": whole,
+    disentangled, complete = scores_of(terms.std(axis=0))
+    return {"disentanglement": disentangled, "completeness": complete,
             "informativeness": float(_explained(terms.sum(axis=1), factors[test]).mean()),
             "sap": float((best[0] - best[1]).mean())}
 

@@ -72,8 +72,8 @@ class Fitted:
         test: metrics of the test users.
         valid: value of the metric `chosen_by` on the validation users.
         epochs: number of epochs that led to these weights; 0 for models without training.
-        seconds: processor time of building, training and validation, that of an interrupted
-            training included up to its last stored state.
+        seconds: processor time of building, training and validating the model; in a resumed
+            training, including that of the interrupted process up to its last stored state.
         chosen_by: name of the validation metric, see `FitOptions`.
     """
 
@@ -170,8 +170,18 @@ class _State:
 
 def _train(model: Recommender, data: Interactions, options: FitOptions, batches: Batches,
            share: Share, state: _State | None, begin: float) -> tuple[float, int, float]:
-    """Train and load the best weights; returns their validation metric and number of epochs, and
-    the processor time of an interrupted training. `begin`: that of this process at its start."""
+    """Train a model and load the weights of its best validation.
+
+    Args:
+        model, data, options, batches: see `fit`.
+        share: the process's share of the batches.
+        state: file of the unfinished training; None = do not store it.
+        begin: processor time of this process when the training began, in seconds.
+
+    Returns:
+        The best validation metric, the number of epochs that led to it, and the processor time in
+        seconds of the interrupted process whose training was resumed (0 if there was none).
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
     per_epoch = num_batches(len(batches), share)

@@ -8,9 +8,9 @@ import numpy as np
 
 from oper.errors import InvalidInputError
 
-SAMPLES = 2000
-LEVEL = 0.95
-BLOCK = 16
+SAMPLES = 2000  # default number of bootstrap samples
+LEVEL = 0.95    # confidence level
+BLOCK = 16      # bootstrap samples computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> 
     sums = np.empty((samples, table.shape[0]))
     for first in range(0, samples, BLOCK):
         block = sums[first:first + BLOCK]
-        # Counts of how often each column is drawn avoid copies of columns.
+        # Multiply columns by how often they are drawn, instead of copying drawn columns.
         times = np.stack([np.bincount(rng.integers(0, num, num), minlength=num) for _ in block])
         block[:] = times.astype(np.float64) @ table.T
     return sums

@@ -82,6 +82,12 @@ def _steps(config: Any, data: Interactions) -> SequenceBatches:
     return SequenceBatches(data, config.steps, config.window, getattr(config, "gamma", 1.0))
 
 
+def _of_items(model: Callable[[Any, int, str], Recommender]
+              ) -> Callable[[Any, Interactions, str], Recommender]:
+    """Make a `Workload.build` for a model of configuration, number of items and device."""
+    return lambda c, d, device: model(c, d.num_items, device)
+
+
 def _of_training(model: Callable[[Any, Histories, int], Recommender]
                  ) -> Callable[[Any, Interactions, str], Recommender]:
     """Make a `Workload.build` for a model that is fitted to all training interactions at once."""
@@ -94,11 +100,11 @@ WORKLOADS: dict[str, Workload] = {
     "popularity": Workload(PopularityConfig,
                            lambda c, d, device: Popularity(torch.from_numpy(d.popularity())),
                            trains=False),
-    "gru4rec": Workload(GRU4RecConfig, lambda c, d, device: GRU4Rec(c, d.num_items, device),
-                        _steps),
-    "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device), _steps),
-    **{name: Workload(config, lambda c, d, device: SQN(c, d.num_items, device), _steps)
-       for name, config in (("sqn", SQNConfig), ("sa2c", SA2CConfig), ("dqn", DQNConfig))},
+    "gru4rec": Workload(GRU4RecConfig, _of_items(GRU4Rec), _steps),
+    "sasrec": Workload(SASRecConfig, _of_items(SASRec), _steps),
+    "sqn": Workload(SQNConfig, _of_items(SQN), _steps),
+    "sa2c": Workload(SA2CConfig, _of_items(SQN), _steps),
+    "dqn": Workload(DQNConfig, _of_items(SQN), _steps),
     "hstu": Workload(HSTUConfig, _hstu, _steps),
     "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps),
     "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps),

@@ -119,7 +119,7 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
     """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
-        table: statistics of the keys, see `KeyCounter`.
+        table: statistics of the keys, see `oper.analysis.key_counting.KeyCounter`.
         num_rows, admit_after, eviction, half_life, time_to_live: see `DynamicRows`; times are in
             lookups of the table.
 
@@ -259,12 +259,12 @@ def _most_frequent(share: np.ndarray, keys: np.ndarray, live: np.ndarray, in_use
     most = int(min(200, np.ceil(2 * mean.max(initial=0.0) + 10)))
     above = _more_than(mean, most)  # [K, most]
     numbers = keys @ above  # of keys with a count above 0, 1, ...
-    if numbers[-1] > in_use:  # counts this high differ little from their means
+    if numbers[-1] > in_use:  # such high counts hardly differ from their means
         return whole
-    if numbers[0] < in_use:  # also keys with a count of 0, those seen last
+    if numbers[0] < in_use:  # of keys with a count of 0, those seen last have rows as well
         return np.minimum(live, _seen_lately(share, keys, in_use, lambda x: x))
     level = max(1, int(np.argmax(numbers <= in_use)))
-    # Of the keys with this count, a part has a row.
+    # Only part of the keys with this count have a row.
     part = (in_use - numbers[level]) / max(1e-300, numbers[level - 1] - numbers[level])
     found = above[:, level] + min(1.0, part) * (above[:, level - 1] - above[:, level])
     return np.minimum(live, found)
@@ -287,15 +287,21 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
     table with `num_rows` rows."""
     num_buckets = -(-num_rows // KEY_BUCKET_ROWS)
     size, larger = divmod(num_rows, num_buckets)
-    more = _more_than(np.array([num_keys / num_buckets]), size + 1)[0]  # than 0, 1, ... keys
+    # Probabilities that more than 0, 1, ... keys are in a bucket.
+    more = _more_than(np.array([num_keys / num_buckets]), size + 1)[0]
     return float(num_buckets * more[:size].sum() + larger * more[size])
 
 
 def _seen_lately(rates: np.ndarray, keys: np.ndarray, in_use: float,
                  found: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the probability [K] that a key is seen within T, where `rates` are expected numbers of
-    occurrences per unit of T, and `found` of that is the probability that it has a row; the
-    module's docstring defines T."""
+    """Return the probability that a key is seen within T (see the module's docstring), float64 [K].
+
+    Args:
+        rates: expected number of a key's occurrences per unit of T, float64 [K].
+        keys: number of keys, float64 [K].
+        in_use: number of keys that have a row, which determines T.
+        found: maps the result to the probability that a key has a row, float64 [K].
+    """
     def seen(log_t: float) -> np.ndarray:
         lately: np.ndarray = -np.expm1(-rates * np.exp(log_t))
         return lately

@@ -137,8 +137,8 @@ class TableDirectory:
             mine = pattern == rank
             within[mine] = np.arange(int(mine.sum()))
         weight = np.bincount(pattern, minlength=self.world_size)
-        turns, rest = divmod(tier.stop - tier.start, pattern.size)
-        num_rows = turns * weight + np.bincount(pattern[:rest], minlength=self.world_size)
+        repeats, rest = divmod(tier.stop - tier.start, pattern.size)
+        num_rows = repeats * weight + np.bincount(pattern[:rest], minlength=self.world_size)
         replica_base = np.full(self.world_size, -1, np.int64)
         if tier.placement == "replicated":
             ranks = list(tier.ranks)
@@ -191,14 +191,14 @@ class TableDirectory:
         Yields:
             For every tier with m > 0 of the positions: its layout; indices of these positions in
                 `positions`; their owners; their row numbers among the owner's rows of the tier
-                (int64 [m] each; the owners must not be written to).
+                (int64 [m] each). The owners may be a read-only view.
         """
         for layout in self.tiers:
             at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
             if at.size:
-                turn, k = _divided(positions[at] - layout.tier.start, layout.pattern.size)
+                repeat, k = _divided(positions[at] - layout.tier.start, layout.pattern.size)
                 who = layout.pattern[k]
-                number = turn * layout.weight[who] + layout.within[k]
+                number = repeat * layout.weight[who] + layout.within[k]
                 yield layout, at, np.broadcast_to(who, at.shape), number
 
     def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
@@ -211,8 +211,8 @@ class TableDirectory:
                 continue
             mine = np.flatnonzero(layout.pattern == rank)
             at = slots[inside] - first
-            turn, k = _divided(at, mine.size)
-            positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
+            repeat, k = _divided(at, mine.size)
+            positions[inside] = layout.tier.start + repeat * layout.pattern.size + mine[k]
         return positions
 
     def head_map(self) -> tuple[np.ndarray, ...]:
@@ -242,8 +242,8 @@ class TableDirectory:
 
 
 def _divided(values: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray | int]:
-    """Return quotients int64 [n] and remainders int64 [n]; without a slow division if `by` is 1,
-    the usual case, when the remainder is the number 0."""
+    """Return quotients int64 [n] and remainders int64 [n]. If `by` is 1, the usual case, there is
+    no slow division, and the remainder is the number 0."""
     return (values, 0) if by == 1 else np.divmod(values, by)
 
 
@@ -290,11 +290,11 @@ def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]
         owners = set(domains[x.pattern].tolist())
         holds = x.replica_base >= 0
         for domain in set(domain_of):
-            is_far = owners != {domain}
+            is_remote = owners != {domain}
             mine = holds[domains == domain]
-            asks = is_far and not mine.any()
+            asks = is_remote and not mine.any()
             gathers |= asks
             pulls |= asks and x.tier.mode != "push"
-            refreshes |= is_far and bool(mine.any())
-            shares |= is_far and bool(mine.any() and not mine.all())
+            refreshes |= is_remote and bool(mine.any())
+            shares |= is_remote and bool(mine.any() and not mine.all())
     return NeedsAcross(gathers, pulls, refreshes, shares)

@@ -66,11 +66,12 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
         PlanError: `hottest` contradicts the placement's order.
     """
     spec = replace(entry.table, dtype=dtypes[-1][1])
-    boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order matters only before it
+    # From here on all rows have the last type, so that their order does not matter.
+    boundary = dtypes[-2][0] if len(dtypes) > 1 else 0
     head = entry.head_ids
     what = f"cannot give ranges of rows of table {spec.name!r} types of their own"
     num_placed = min(head.size, boundary)
-    if hottest.size < num_placed:  # the order of ids continues it
+    if hottest.size < num_placed:  # the known ids are followed by all others, ascending
         others = np.setdiff1d(np.arange(num_placed), hottest)
         hottest = np.append(hottest, others[:num_placed - hottest.size])
     common = min(head.size, hottest.size)
@@ -80,7 +81,7 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
         raise PlanError(what, f"head_ids from position {at}", head[at:at + 4].tolist(),
                         f"{hottest[at:at + 4].tolist()}...", "plan from the same statistics")
     if head.size < boundary:
-        head = hottest[:boundary]  # if these are fewer, the order of ids continues the order
+        head = hottest[:boundary]  # may be shorter: all other ids follow in ascending order
     pieces = tuple(replace(p, tiers=_cut(p.tiers, dtypes)) for p in entry.pieces)
     return TablePlan(spec, pieces, head)
 

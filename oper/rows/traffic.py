@@ -82,9 +82,9 @@ def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarra
                                 "pass a topology with this number of ranks")
     domain = np.array(topology.domain_of())
     host = np.array([topology.domains[k].host for k in domain])
-    far = np.where(host[:, None] == host[None, :], 2, 3)
+    apart = np.where(host[:, None] == host[None, :], 2, 3)
     return np.where(np.eye(world_size, dtype=bool), 0,
-                    np.where(domain[:, None] == domain[None, :], 1, far))
+                    np.where(domain[:, None] == domain[None, :], 1, apart))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,10 +34,10 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _CLOSE = 1e-6  # a plan whose gap is at most this is not compared with simple plans
-_MORE = 1.1  # most of the gap of a plan that is kept, relative to the gap that its search left
-_SHARE = 5  # of the work of raising a bound, when a proof of a similar problem is at hand
+_MORE = 1.1  # limit of the gap of a plan that is kept, as a multiple of the gap its search left
+_SHARE = 5  # divides the work of raising a bound if there is a proof of a similar problem
 _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time limit
-_LEFT = "search_gap"  # a plan's note: the gap, above `target_gap`, that an unhurried search left
+_LEFT = "search_gap"  # a plan's note: the gap left by a search that had time but missed its target
 _OPTIONS = ("effort", "seed", "allow", "constraints")  # notes of the options of a search
 _Proof = dict[str, Any]  # see `_proof`
 
@@ -91,7 +91,7 @@ def make_plan(
             given, for training only, the planner chooses the number of groups, and the plan is for
             the ranks of one group; see `oper.search.replica_groups`. Default: one group.
         synchronize_delay: number of updates during which the rows of a synchronization are sent, at
-            most `synchronize_every`, and 0 if that is 1; see `oper.shard`.
+            most `synchronize_every`; must be 0 if `synchronize_every` is 1. See `oper.shard`.
         synchronize_bits: bits per number in messages between replica groups: 32, 16 or 8; see
             `oper.shard`.
 
@@ -130,11 +130,11 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     Args:
         start: a plan of the same tables and ranks. If it uses only allowed features, fits the
             memory and satisfies the constraints, the result is never slower. Planning with more
-            memory, started from a plan made with less, therefore never gives a slower plan. Of a
-            plan for other statistics, the tiers are taken, with the rows that are now hottest. If
-            its gap for this problem is at most `target_gap`, or hardly more than the gap that a
-            search with the same options left, it is returned with a new bound, without a search;
-            the branchings are those of its proof.
+            memory, started from a plan made with less, therefore never gives a slower plan. A plan
+            made from other statistics keeps its tiers, which then hold the rows that are hottest
+            now. There is no search if the gap of `start` in this problem is at most `target_gap`,
+            or hardly larger than the gap that an earlier search with the same options left: then
+            `start` is returned with a new bound, found with the branchings of its old proof.
     """
     if message_variance is not None:
         require("cannot choose the bits of messages", "give one of the two",
@@ -145,8 +145,8 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             p, effort=effort, time_budget_s=share, target_gap=target_gap, seed=seed,
             start=start if x is None else x))
     started = time.monotonic()
-    require("cannot search", "pass effort 'fast' or 'thorough', target_gap and seed of at least 0, "
-            "and a positive time_budget_s or None",
+    require("cannot search for a plan", "pass effort 'fast' or 'thorough', target_gap and seed of "
+            "at least 0, and a positive time_budget_s or None",
             ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
             ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
             ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
@@ -165,16 +165,16 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     try:
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     except PlanInfeasibleError:
-        if not problem.last_resort:
+        if not problem.fallback:
             raise
-        problem = problem.in_need()
+        problem = problem.with_fallback()
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
     plan = _noted(plan, problem, effort, seed, time_budget_s)
     lower_us = _proved_us(proof)
     if plan.step_us > lower_us * (1 + _CLOSE):
-        # The search deals rows to classes of equal ranks, so it does not produce even stripes over
-        # unequal ranks as one tier; in inference, rounding may make its stripes slower than these.
+        # The search assigns rows to classes of equal ranks, so it does not produce one tier striped
+        # evenly over unequal ranks; for inference, rounding may also make its stripes slower.
         simple = uniform_plan([t.spec for t in problem.tables], problem.machine.world_size)
         plan = _not_slower(plan, simple, problem)
         if not problem.training:
@@ -205,10 +205,10 @@ def _noted(plan: Plan, problem: Problem, effort: str, seed: int, time_budget_s: 
 
 
 def _restated(start: Plan, problem: Problem) -> Plan:
-    """`start` with the problem's hotness order: tiers hold as many rows, the now hottest first.
+    """`start` with the hotness order of the problem: its tiers keep their numbers of rows.
 
-    Evaluated by the problem's statistics, its tiers would else be taken to hold other rows than
-    they do.
+    The cost model takes a plan's head for the hottest rows of the problem's statistics. It would
+    attribute other rows to the tiers of a plan that was made from other statistics.
     """
     start.check_for([t.spec for t in problem.tables], problem.machine.world_size)
     tables = []
@@ -223,10 +223,11 @@ def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
           options: dict[str, Any]) -> tuple[Plan, _Proof] | None:
     """`start` with a proof for this problem, if that shows it to be as good as a search would.
 
-    That is, if its gap is at most `target_gap`, or if a search with the same options and without a
-    time limit left a gap that is about as large: at most a tenth smaller, and by `target_gap` at
-    most. The gap of a plan that was kept is not taken instead, so that it does not grow from plan
-    to plan, nor that of a search that ended because its own `target_gap` was reached.
+    It is as good if its gap is at most `target_gap`, or not much larger than the gap that a search
+    with the same options and without a time limit left, which is noted in the plan: at most a tenth
+    larger, and by at most `target_gap`. This note is passed on from plan to plan unchanged, so that
+    gaps do not grow each time that a plan is kept. A search that ended because it had reached its
+    own `target_gap` leaves no note.
     """
     found, proof = evaluate(start, problem), proof_of(start)
     planned = start.notes.get("effort") == options["effort"] and (
@@ -262,7 +263,8 @@ def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
 
 
 def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
-    """Whether a plan with this evaluation fits, and has the features and constraints allowed."""
+    """Whether a plan with this evaluation fits the memory, uses only allowed features and satisfies
+    the constraints."""
     return found.fits and used_features(plan) <= problem.allow and not violations(
         plan, problem.constraints)
 

@@ -24,7 +24,7 @@ from oper.tables import TableSpec, bytes_of_row
 
 ROW_TYPES = ("float16", "int8", "int4")  # widest first
 _BISECTIONS = 60
-_PARTS = 64  # a block has at most about this fraction (1 / 64) of a table's rows
+_PARTS = 64  # a block has at most about 1 / 64 of a table's rows
 _LARGEST_PRICE = 1e30
 
 
@@ -75,10 +75,14 @@ class Blocks:
 
 
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
-    """Cut a table into blocks of about equal hotness, the blocks of which `RowErrors` are measured.
+    """Cut a table into blocks of about equal hotness, for which `RowErrors` are to be measured.
 
     A block has at most about 1/64 of the table's rows. Rows whose order is not known come last, in
     the order of their ids.
+
+    Args:
+        spec: the table.
+        stats: access statistics; None = all rows are looked up equally often.
     """
     problem = make_table(spec, stats, 1, 1)
     sizes = np.diff(problem.edges)
@@ -119,8 +123,8 @@ class _Table:
         return stops[::-1]
 
     def narrowed(self, within: Sequence[int], beyond: Sequence[int], allowed: float) -> list[int]:
-        """Interpolate the edges from `within` towards `beyond` as far as the error is at most
-        `allowed`; the error of `within` is."""
+        """Move the ends of the ranges from `within`, whose error is at most `allowed`, towards
+        `beyond`, as far as the error stays at most `allowed`."""
         most = max(1, *(abs(b - a) for a, b in zip(within, beyond, strict=True)))
 
         def after(steps: int) -> list[int]:
@@ -192,6 +196,8 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
 
 
 def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
+    """Cumulative bytes and errors of a table; raises InvalidInputError if the errors were measured
+    for other blocks."""
     blocks = blocks_of(spec, stats)
     rows, lookups = np.diff(errors.edges), blocks.lookups
     require(f"cannot choose types of table {spec.name!r}",

@@ -121,13 +121,13 @@ def synchronization_us(plan: Plan, topology: Topology, groups: tuple[int, int, i
     A rank sends to each counterpart the expected number of distinct rows that it owns and that its
     group updates between two synchronizations, and receives as many; with ``every = 1``, their
     gradients. The time is that of the slowest link, the processor time per byte, and the fixed cost
-    of the exchanges.
+    of the exchanges. With one group, all times are 0.
 
     Args:
         plan: the plan of a group.
         topology: all hosts.
-        groups: number of groups, with 1 of which all times are 0; number of updates between two
-            synchronizations; and bits per number in messages between groups.
+        groups: ``(count, every, bits)``: number of groups, of updates between two
+            synchronizations, and of bits per number in messages between groups.
         stats: access statistics; None = all rows of a table are equally hot.
     """
     count, every, bits = groups

@@ -42,9 +42,9 @@ from oper.search.problem.machine import Term, by_group
 from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 
 _ROUNDS = 2  # alternations of bits and placement from each start
-MOST_PLANS = 2 * (1 + _ROUNDS)  # that `plan_within` makes
-_MOST_NODES = 2000  # of the solver
-_SLACK = 1e-9  # relative, of the budget
+MOST_PLANS = 2 * (1 + _ROUNDS)  # upper limit of the plans that `plan_within` makes
+_MOST_NODES = 2000  # limit of the solver's branch-and-bound nodes
+_SLACK = 1e-9  # relative rounding error within which the budget is satisfied
 
 
 def relative_variance(bits: int, width: int) -> float:
@@ -247,7 +247,7 @@ def plan_within(problem: Problem, budget: float,
             plan = planned(bits, plan)
     assert best is not None
     proved = planned(best.message_bits, best)
-    # Planning may have allowed the features of `Problem.last_resort`.
+    # Planning may have allowed the features of `Problem.fallback`.
     stated = replace(problem, message_bits=best.message_bits,
                      allow=frozenset(proved.notes["allow"]))
     if proved.step_us <= best.step_us and (

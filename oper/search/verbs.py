@@ -21,7 +21,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
-from oper.support.flags import KEY_RULES, add_key_rules, named, number, text_for, whole
+from oper.support.flags import KEY_RULES, add_key_rules, name_values, number, text_for, whole
 from oper.tables import (
     CODE_BITS,
     DTYPES,
@@ -96,19 +96,25 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
+#: Options of ``oper plan`` that a plan for a latency bound does not use, and their defaults.
+_UNUSED_FOR_LATENCY: dict[str, Any] = {
+    "overlap": [], "message_variance": None, "synchronize_every": None, "synchronize_delay": 0,
+    "synchronize_bits": 32, "allow": None, "effort": "fast", "time_budget": None,
+    "target_gap": 0.01, "seed": 0, "start": None}
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Make a plan, write it to a file and print its modelled cost; returns the exit code."""
     from oper.search.explain.summary import as_json, summary
     from oper.search.planner import plan_problem
 
+    has_bound = args.request_rate is not None or args.latency_bound is not None
+    if has_bound:
+        _check_latency_options(args)
     stats = AccessStats.load(args.stats)
     dynamic = _dynamic(args, stats)
     stats = _with_candidates(args, _of_rows(stats, dynamic))
-    if args.request_rate is not None or args.latency_bound is not None:
-        if args.message_variance is not None:
-            raise UsageError("cannot plan for a latency bound", "--message-variance",
-                             args.message_variance, "no value with --request-rate or "
-                             "--latency-bound", "pass --message-bits instead")
+    if has_bound:
         return _plan_latency(args, stats)
     topology = topology_preset(args.topology, args.world_size)
 
@@ -153,20 +159,28 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_latency_options(args: argparse.Namespace) -> None:
+    """Raise UsageError unless the options of ``oper plan`` suit a latency bound."""
+    if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
+        raise UsageError("cannot plan for a latency bound",
+                         "--request-rate, --latency-bound, --objective",
+                         (args.request_rate, args.latency_bound, args.objective),
+                         "a rate and a bound > 0, and inference", "pass all three")
+    for name, default in _UNUSED_FOR_LATENCY.items():
+        if getattr(args, name) != default:
+            raise UsageError("cannot plan for a latency bound", f"--{name.replace('_', '-')}",
+                             getattr(args, name), "no value: with --latency-bound the plan with "
+                             "the least memory is chosen", "leave the option out")
+
+
 def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     """Run ``oper plan`` with a latency bound."""
     from oper.search.explain.latency import LatencyGoal, plan_latency
 
-    if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
-        raise UsageError("cannot plan for a latency bound",
-                         "request_rate, latency_bound, objective",
-                         (args.request_rate, args.latency_bound, args.objective),
-                         "request_rate and latency_bound > 0, and objective 'inference'",
-                         "pass --request-rate, --latency-bound and --objective inference")
     try:
         fixed, per_sample = (float(x) for x in args.dense_us.split(","))
     except ValueError:
-        raise UsageError("cannot plan for a latency bound", "dense_us", args.dense_us,
+        raise UsageError("cannot plan for a latency bound", "--dense-us", args.dense_us,
                          "two numbers separated by a comma",
                          "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
@@ -214,6 +228,9 @@ def run_explain(args: argparse.Namespace) -> int:
     from oper.search.explain.summary import as_json, summary
 
     changes = [what_if.parse_change(text) for text in args.what_if]
+    if changes and args.diff is not None:
+        raise UsageError("cannot explain the plan", "--diff, --what-if", (args.diff, args.what_if),
+                         "one of the two", "call 'oper explain' once for each")
     plan, problem = explained(args)
     compared = None
     if args.diff is not None:
@@ -230,7 +247,7 @@ def run_explain(args: argparse.Namespace) -> int:
                              constraints=problem.constraints)
         compared = what_if.compare(plan, problem, replace(
             with_overlap(after, overlap_to_json(problem.overlap)),
-            last_resort=problem.last_resort, message_bits=problem.message_bits))
+            fallback=problem.fallback, message_bits=problem.message_bits))
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem, verify_plan(plan, problem))}
         if compared is not None:
@@ -296,7 +313,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     plan, problem = stated(args, _stats(args))
     other = [t.table.name for t, of in zip(plan.tables, problem.tables, strict=True)
              if (t.head_ids[:of.head_ids.size] != of.head_ids[:t.head_ids.size]).any()]
-    require(f"cannot price {args.plan!r}", "pass the statistics that the plan was made from",
+    require(f"cannot evaluate {args.plan!r}", "pass the statistics that the plan was made from",
             ("tables with another hotness order in the statistics", other[:8], not other, "none"))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
@@ -323,7 +340,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.world_size = plan.world_size
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
-        raise UsageError(f"cannot price {args.plan!r}", "batch_size", 0,
+        raise UsageError(f"cannot evaluate {args.plan!r}", "batch_size", 0,
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
@@ -334,7 +351,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                            constraints=plan.notes.get("constraints"))
     # The features allowed when the plan was made, and those that edits of the file have added.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
-    return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow,
+    return plan, replace(problem, allow=allow, fallback=problem.fallback - allow,
                          message_bits=plan.message_bits)
 
 
@@ -432,13 +449,13 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str
     text = args.dynamic_rows
     try:
         rows = (dict.fromkeys(stats.tables, int(text)) if "=" not in text else
-                {name: int(number) for name, number in (named(text, ";") or {}).items()})
+                {name: int(number) for name, number in (name_values(text, ";") or {}).items()})
     except ValueError:
         rows = {}
     if not rows or not rows.keys() <= stats.tables.keys():
         raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
                          "a number, or TABLE=NUMBER;... that names each table at most once; tables "
-                         f"are {list(stats.tables)[:8]}", "correct it")
+                         f"are {list(stats.tables)[:8]}", "write, for example, C3=4000000;C9=1000")
     settings = {"admit_after": args.admit_after or 1, "eviction": args.eviction or KEY_EVICTIONS[0],
                 "half_life": args.half_life, "time_to_live": args.time_to_live,
                 "samples_per_update": args.batch_size * topology_preset(

@@ -55,7 +55,7 @@ class CollectedPasses:
                 self.parts.pop(task, None)
 
     def _apply(self, anchor: torch.Tensor) -> None:
-        if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
+        if anchor.grad is None or anchor.grad.requires_grad:  # by a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
         task = torch._C._current_graph_task_id()
@@ -89,7 +89,7 @@ class _Lookup(torch.autograd.Function):
         ctx.is_outdated = task != -1 and (
             began.setdefault(task, tables.num_steps) != tables.num_steps)
         with turns.lock:  # no other thread updates the rows in between
-            ctx.rows = (tables.num_steps, tables.num_published)
+            ctx.rows = (tables.num_steps, tables.num_flushes)
             if turns.is_alone or not trains:
                 out, offsets = tables.forward(batch, trains)
             else:
@@ -140,9 +140,9 @@ trained_lookup: Callable[..., Any] = _Lookup.apply
 def check_rows(tables: Tables, rows: Sequence[int]) -> None:
     """Raise InvalidInputError if rows have changed since a lookup.
 
-    `rows`: `num_steps` and `num_published` of the tables at that lookup.
+    `rows`: `num_steps` and `num_flushes` of the tables at that lookup.
     """
-    since = tables.num_steps - rows[0] + tables.num_published - rows[1]
+    since = tables.num_steps - rows[0] + tables.num_flushes - rows[1]
     if since:
         raise InvalidInputError("cannot take the gradient of per-sample weights",
                                 "updates of the rows since the lookup", since,

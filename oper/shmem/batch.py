@@ -109,14 +109,14 @@ class LookedUp:
 
     Attributes:
         by: the `oper.shmem.micro_batches.Parts` within which the result is valid.
-        num_published: `LogicalRows.num_published` of the tables before the rows were read.
+        num_flushes: `LogicalRows.num_flushes` of the tables before the rows were read.
         given: the caller's batch, before `BoundsCheck` replaced invalid ids.
         versions: `given.versions()` before its tensors were read.
         out, offsets: the result of `ShardedTables.forward`.
     """
 
     by: Any
-    num_published: int
+    num_flushes: int
     given: Lookup
     versions: tuple[int, int, int]
     out: torch.Tensor
@@ -132,7 +132,8 @@ class ResolvedIds:
         batch: the batch for which it is valid.
         versions: `batch.versions()` before its tensors were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
-        addresses: int64 [n + 64], addresses of the rows of all features, feature after feature.
+        addresses: int64 [n + 64], addresses of the rows of the n ids of all features, feature after
+            feature; kernels read up to 64 elements ahead, so the last 64 are padding.
         order: uint8, opaque to Python: the ids of every table sorted by owner and slot; empty for
             read-only tables.
     """

@@ -82,7 +82,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:
             opened.turns.check()
-        rows = [] if weights is None else [opened.num_steps, opened.num_published]
+        rows = [] if weights is None else [opened.num_steps, opened.num_flushes]
         out, offsets = opened.forward(batch, collective=trained)
         if trained:
             opened.turns.begin(offsets)

@@ -91,14 +91,14 @@ class _Worker:
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
-        self._asked: list[Future[Any]] = []
+        self._submitted: list[Future[Any]] = []
         self._identity: int | None = None  # ident of the worker thread, after its first call
 
-    def ask(self, call: Any, argument: Any) -> Future[Any]:
+    def submit(self, call: Any, argument: Any) -> Future[Any]:
         """Queue ``call(argument)`` on the worker thread; returns the future of its result."""
-        asked = self._thread.submit(self._run, call, argument)
-        self._asked.append(asked)
-        return asked
+        future = self._thread.submit(self._run, call, argument)
+        self._submitted.append(future)
+        return future
 
     def _run(self, call: Any, argument: Any) -> Any:
         self._identity = threading.get_ident()
@@ -108,17 +108,17 @@ class _Worker:
     def settle(self) -> None:
         """Wait until all queued calls are done; returns at once on the worker thread itself."""
         if threading.get_ident() != self._identity:
-            wait(self._asked)
+            wait(self._submitted)
 
     def raise_failed(self) -> None:
         """Raise the error of the first call that has failed so far."""
-        for asked in self._asked:
-            if asked.done():
-                asked.result()
+        for future in self._submitted:
+            if future.done():
+                future.result()
 
     def end(self) -> None:
         """Wait until all queued calls are done."""
-        wait(self._asked)
+        wait(self._submitted)
 
 
 class Parts:
@@ -133,15 +133,15 @@ class Parts:
 
     def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
         self._tables, self._worker, self._num_passes = tables, worker, num_passes
-        self._num_left = 0
-        self._last: Backward | None = None
+        self._num_sent = 0  # parts whose gradients `send_gradients` has got
+        self._last: Backward | None = None  # the last of them
 
     # ---- called by the program's thread ----------------------------------------------------------
 
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Start a lookup on the worker thread; returns the future of the batch with its result,
         which `ShardedTables.lookup` accepts."""
-        return self._worker.ask(self._look_up, batch)
+        return self._worker.submit(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
         """Return the batch with the result of its lookup, made now unless `start` has made it."""
@@ -150,7 +150,7 @@ class Parts:
             return self.start(batch).result()
         return batch
 
-    def leave(self, passed: Backward) -> None:
+    def send_gradients(self, passed: Backward) -> None:
         """Start the exchange of a part's gradients, and after the last part the update."""
         self._worker.raise_failed()
         self._refuse_more()
@@ -160,27 +160,28 @@ class Parts:
                                     "the same in all parts of a batch",
                                     "freeze and unfreeze between batches")
         self._last = passed
-        self._num_left += 1
-        is_last = self._num_left == self._num_passes
-        self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
+        self._num_sent += 1
+        is_last = self._num_sent == self._num_passes
+        self._worker.submit(self._pass_back, (passed, _versions(passed), is_last))
 
     def refuse(self, error: BaseException) -> None:
-        """Make all ranks skip the update; called instead of `leave` if the backward pass fails."""
-        self._worker.ask(self._refuse, error)
+        """Make all ranks skip the update; called instead of `send_gradients` if the backward pass
+        fails."""
+        self._worker.submit(self._refuse, error)
 
     def check_drop(self) -> None:
         """Raise InvalidInputError if gradients of this batch have been sent already.
 
         The rows' owners have added them to their sums, which one rank alone cannot undo.
         """
-        if self._num_left:
+        if self._num_sent:
             raise InvalidInputError(
-                "cannot drop gradients", "backward passes of this batch", self._num_left,
+                "cannot drop gradients", "backward passes of this batch", self._num_sent,
                 "0, because gradients of earlier parts have been sent to the rows' owners",
                 "call zero_grad() before the first part, or after oper.micro_batches")
 
     def _refuse_more(self) -> None:
-        if self._num_left == self._num_passes:
+        if self._num_sent == self._num_passes:
             raise InvalidInputError("cannot train another part of this batch", "num_passes",
                                     self._num_passes, "at least the number of backward passes",
                                     "pass the number of parts, or leave num_passes out")
@@ -191,7 +192,7 @@ class Parts:
 
     def update(self) -> None:
         """Update the rows with the gradients of all parts, unless the last part has done so."""
-        if self._last is None or self._num_left == self._num_passes:
+        if self._last is None or self._num_sent == self._num_passes:
             return
         self._tables.step(self._last.without_samples())
 
@@ -202,11 +203,11 @@ class Parts:
     # ---- on the worker thread --------------------------------------------------------------------
 
     def _look_up(self, batch: Lookup) -> Lookup:
-        given, versions, num_published = batch, batch.versions(), self._tables.num_published
+        given, versions, num_flushes = batch, batch.versions(), self._tables.num_flushes
         batch = self._tables.bounds.repair(batch, self._tables.device)
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
         return replace(batch, looked_up=LookedUp(
-            self, num_published, given, versions, out, offsets))
+            self, num_flushes, given, versions, out, offsets))
 
     def _refuse(self, error: BaseException) -> None:
         self._tables.refuse()
@@ -262,7 +263,9 @@ def _check(tables: Tables) -> None:
 
 
 def refuse_in_parts(tables: Any, what: str) -> None:
-    """Raise InvalidInputError, which begins with `what`, while a batch is trained in parts."""
+    """Raise InvalidInputError, with a message that begins with `what`, while a batch is trained in
+    parts."""
     if tables.turns.parts is not None:
         raise InvalidInputError(what, "tables", f"{list(tables.specs)[:8]} are trained in parts",
-                                "no batch under way", "do it before or after oper.micro_batches")
+                                "tables outside of oper.micro_batches",
+                                "make the call before or after that block")

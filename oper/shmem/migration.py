@@ -29,7 +29,7 @@ from oper.support import kernel
 from oper.tables import CODE_BITS, DTYPE_BYTES, format_bytes
 
 _CHUNK_BYTES = 16 << 20  # bytes per copy operation within a step's budget
-_HUGE = 2 << 20
+_HUGE = 2 << 20  # size of a huge page
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +91,9 @@ class Migration:
         # Requesting huge pages is collective, so do it only if all hosts have obtained them.
         self._pages = all(tables.group.all_gather(tables.page_kind not in ("4KiB", "device")))
         self._regions = self._list_regions()
+        # Address up to which huge pages have been requested.
         self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
-        self._touched: dict[str, list[np.ndarray]] = {}
+        self._touched: dict[str, list[np.ndarray]] = {}  # by table, ids changed by the last step
         self.num_copied_bytes = 0
         self.num_total_bytes = sum(r.view.shape[0] * r.row_bytes for r in self._regions)
 
@@ -174,7 +175,8 @@ class Migration:
             self._copy_all(again)
             self._source.all_gather(None)  # no rank switches before all have finished
             if self._pages:
-                self._target.use_huge_pages()  # own arena has them already; for peers' arenas
+                # This rank's own arena has huge pages; its mappings of peers' arenas do not yet.
+                self._target.use_huge_pages()
             self._source.take_over(self._target)
             return True
         self._copy_all([*again, *self._next_rows()])
@@ -223,9 +225,10 @@ class Migration:
             self._frontier = end // _HUGE * _HUGE
 
     def _changed_rows(self, everyone: list[Mapping[str, np.ndarray]]) -> Iterator[_Copy]:
-        """Yield rows already copied that the last step has changed on any rank.
+        """Yield the rows already copied that the last step has changed on any rank.
 
-        `everyone`: by rank, ids that its step has changed, by table.
+        Args:
+            everyone: by rank, the ids that its step has changed, int64 [n], by table.
         """
         changed = {name: np.unique(np.concatenate([ids[name] for ids in everyone if name in ids]))
                    for name in {n for ids in everyone for n in ids}}
@@ -270,7 +273,7 @@ class Migration:
         values = view.new_empty(slots.size, view.shape[1])
         ids, left = directory.ids_at(positions), np.ones(slots.size, bool)
         if region.part == "rows":
-            left = ~self._source.copy_near_replicas(piece, ids, columns, values)
+            left = ~self._source.copy_local_replicas(piece, ids, columns, values)
         if left.all():
             self._source.gather_piece(piece, ids, region.part, columns, values)
         else:
@@ -315,7 +318,7 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
     other = tables.like(plan)
     problem: OperError | None = None
     try:
-        other.check_room()
+        other.check_memory()
     except OperError as error:
         problem = error
     # Ranks may see different amounts of free memory, so they decide together.
@@ -343,16 +346,16 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     for k, d in enumerate(tables.directories):
         for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
             other.view(part, k, rank).copy_(tables.view(part, k, rank))
-    other.publish()
+    other.flush_replicas()
     return other
 
 
-def check_room(num_bytes: list[int], what: str = "the new plan in addition to the old one",
-               todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
+def check_memory(num_bytes: list[int], what: str = "the new plan in addition to the old one",
+                 todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
     """Raise OperError unless the machine has enough memory for arenas of these sizes, in bytes."""
     free = _available_bytes()
     if sum(num_bytes) > free:
-        raise OperError(f"no room for {what}", "bytes", format_bytes(sum(num_bytes)),
+        raise OperError(f"not enough memory for {what}", "bytes", format_bytes(sum(num_bytes)),
                         f"<= {format_bytes(free)}, the free memory", todo)
 
 

@@ -128,7 +128,7 @@ def as_one(parts: Sequence[Backward]) -> Backward:
     weighted = any(p.batch.weights is not None for p in parts)
     ids, lengths, weights, rows = [], [], [], []
     bounds = [key_bounds(p.batch, p.offsets) for p in parts]
-    taken = [0] * len(parts)  # rows of unpooled gradients
+    taken = [0] * len(parts)  # by part, rows of its unpooled gradient used so far
     for feature in range(parts[0].batch.key_of.numel()):
         for k, part in enumerate(parts):
             batch, key = part.batch, int(part.batch.key_of[feature])
@@ -148,6 +148,6 @@ def as_one(parts: Sequence[Backward]) -> Backward:
                    seen=tuple(s for p in parts for s in p.batch.seen))
     grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
     offsets = offsets_of(joint.lengths)
-    if any(b[0] for b in bounds):  # a device refuses lengths by bounds that begin with 1
+    if any(b[0] for b in bounds):  # on a device, bounds that begin with 1 mark a refused batch
         offsets = torch.ones_like(offsets)
     return Backward((grad,), joint, offsets, parts[0].frozen)

@@ -40,7 +40,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
         new_rows = of_table(spec, remap)
         if new_rows is None:
             continue
-        old_rows = np.argsort(new_rows)  # of each new row
+        old_rows = np.argsort(new_rows)  # by new row number
         parts = ["rows", *(part for part, _ in STATE_PARTS[spec.optimizer])]
         moved = []
         for piece in tables.pieces[name]:
@@ -55,7 +55,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
             if places.numel():
                 put_rows(tables.view(part, piece, rank), places, values,
                          torch.arange(places.numel()))
-        tables.publish()
+        tables.flush_replicas()
 
 
 def _gathered(tables: LogicalRows, place: tuple[str, str, int], ids: np.ndarray) -> torch.Tensor:

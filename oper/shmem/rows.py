@@ -45,7 +45,7 @@ class LogicalRows:
     optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
     name = ""  # of the collection in its model, e.g. a module's path; for errors
     phase = STATE_ACCESS  # phase in which `barrier` is called, for errors; see `phase_of`
-    num_published = 0  # number of calls of `publish`
+    num_flushes = 0  # number of calls of `flush_replicas` and `flush_some_replicas`
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
@@ -249,17 +249,17 @@ class LogicalRows:
                      out: torch.Tensor) -> None:
         """Copy rows in stored form from their owners to `out`, [n, columns]. `columns` are columns
         of the shards, or bytes of quantised rows. Collective with several memory domains."""
-        far: dict[int, Wanted] = {}
+        remote: dict[int, Wanted] = {}
         places = {}
         for rank, index, slot in self._parts(piece, positions):
             if self._addresses[rank]:
                 out[index] = self.view(part, piece, rank)[slot][:, columns].to(out.device)
             else:
-                far[rank], places[rank] = (part, piece, slot, columns), index
-        for rank, rows in self._fetch(far).items():
+                remote[rank], places[rank] = (part, piece, slot, columns), index
+        for rank, rows in self._fetch(remote).items():
             out[places[rank]] = rows.to(out.device)
 
-    def copy_near_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
+    def copy_local_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
                            ) -> np.ndarray:
         """Copy rows whose owner is in another memory domain from replicas in this one.
 
@@ -278,11 +278,11 @@ class LogicalRows:
         if self._exchange is None:
             return found
         position = d.position_of(ids)
-        is_far = (np.array(self._addresses) == 0)[d.locate(position)[0]]
+        is_remote = (np.array(self._addresses) == 0)[d.locate(position)[0]]
         inside = slice(columns.start - d.column, columns.stop - d.column)
         for x in d.tiers:
             holder = next((r for r in self.members if x.replica_base[r] >= 0), None)
-            at = np.flatnonzero(is_far & (x.tier.start <= position) & (position < x.tier.stop))
+            at = np.flatnonzero(is_remote & (x.tier.start <= position) & (position < x.tier.stop))
             if holder is None or not at.size:
                 continue
             slot = position[at] - x.tier.start + int(x.replica_base[holder])
@@ -318,7 +318,7 @@ class LogicalRows:
               column: int = 0) -> None:
         """Write rows `[begin, begin + n)`; every rank stores the rows that it owns.
 
-        Not collective, but all ranks must make the call, and then call `publish`.
+        Not collective, but all ranks must make the call, and then call `flush_replicas`.
 
         Args:
             table: name of the table.
@@ -364,9 +364,9 @@ class LogicalRows:
                     put_rows(mine[:, first - columns.start:last - columns.start], slot,
                              values[:, first - column:last - column], index)
 
-    def publish(self) -> None:
-        """Make rows that any rank has written visible to all: refresh replicas. Collective."""
-        self.num_published += 1
+    def flush_replicas(self) -> None:
+        """Make rows that any rank has written visible to all: copy them to replicas. Collective."""
+        self.num_flushes += 1
         self.barrier()
         for k, d in enumerate(self.directories):
             for x in d.tiers:
@@ -384,14 +384,14 @@ class LogicalRows:
             self._copy_stored(piece, np.arange(start, stop), "rows", slice(0, copies.shape[1]),
                               copies[begin:begin + stop - start])
 
-    def publish_some(self, written: Sequence[np.ndarray]) -> None:
-        """Make written rows visible to all ranks, as `publish` does, but copy to replicas only the
+    def flush_some_replicas(self, written: Sequence[np.ndarray]) -> None:
+        """Make written rows visible to all ranks, as `flush_replicas` does, but copy only the
         rows named here. Collective.
 
         Args:
             written: by directory, the slots of this rank's rows that were written, uint32 [n].
         """
-        self.num_published += 1
+        self.num_flushes += 1
         tiers = [(k, x) for k, d in enumerate(self.directories) for x in d.tiers
                  if (x.replica_base >= 0).any()]
         everyones = self.all_gather({k: written[k] for k, _ in tiers})

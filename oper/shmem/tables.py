@@ -44,7 +44,7 @@ from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
-from oper.shmem.migration import Migration, check_room, copied
+from oper.shmem.migration import Migration, check_memory, copied
 from oper.shmem.optim.arguments import KernelArguments, feature_rows, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
@@ -84,10 +84,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
     trains_in_parts = True  # whether `MicroBatches` is supported
     shares_bags = True  # whether lookups support `Lookup.shared`
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
-    resolves_far = False  # whether `resolve` also works with several memory domains
+    resolves_across_domains = False  # whether `resolve` works with several memory domains
     operators: Any = torch.ops.oper  # namespace of the operators on batches
     # Attributes that depend on the plan; `take_over` replaces them.
-    _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
+    _plan_attributes: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
@@ -123,8 +123,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
-        # Whether other ranks can learn of a batch that this one refuses, see `_skip_in_family`.
-        self.meets_peers = self.is_watched and group.world_size > 1
+        # Whether this rank can notify others of a batch that it refuses, see `_skip_in_family`.
+        self.notifies_peers = self.is_watched and group.world_size > 1
         # The collections of the model that has these tables, see `_skip_in_family`.
         self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
         self.collection = register_of(group).add(self)
@@ -138,9 +138,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         domains = find_domains(group)
         trains, num_domains = self.optimizers is not None, len(set(domains))
         self._exchange = self._open_exchange(domains) if num_domains > 1 else None
-        # Whether owners pool for other domains, and whether ranks use their outboxes at all.
-        self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
-        self._leaves_rows = trains or (self._pools_far and self.has_push)
+        # Whether owners pool rows for other domains, and whether ranks write to their outboxes.
+        self._pools_for_domains = num_domains > 1 and owners_pool(tables, trains, num_domains)
+        self._uses_outboxes = trains or (self._pools_for_domains and self.has_push)
         bits = [plan.message_bits.of(t.name) for t in tables]
         rounds = num_domains > 1 and any(x.gradients <= 8 for x in bits)
         rounds |= any(t.dtype != "float32" for t in tables)
@@ -154,9 +154,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._open_heap()
         self.handle = self._create_context()
         self._migration: Migration | None = None
-        # Held by `resolve` on another thread, so that the placement is not released meanwhile.
+        # Held by `resolve` on another thread, so that its kernel context is not closed meanwhile.
         self._resolving = threading.Lock()
-        self._keep()
+        self._release_when_dropped()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
@@ -169,8 +169,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if is_new and self._begin_states(self.optimizers or {}):
             self.barrier()
 
-    def _keep(self) -> None:
-        """Arrange that unreferenced tables are released without a call of `close`."""
+    def _release_when_dropped(self) -> None:
+        """Arrange that tables without references are released even if `close` was not called."""
         self._release: Any = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
@@ -179,17 +179,17 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def _open_heap(self) -> None:
         """Lay out and map the arenas."""
-        group, near = self.group, list(self.members)
+        group, members = self.group, list(self.members)
         # Even a single rank's update passes its gradients through the outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
-            reserved_bytes(self.directories, self._leaves_rows), self._row_clipped())
+            reserved_bytes(self.directories, self._uses_outboxes), self._row_clipped())
         self._heap = HostHeap(
-            DomainGroup(group, near) if self._exchange else group,
-            [self._layout.num_bytes[r] for r in near],
-            [self._layout.host_ranges[r] for r in near], self._layout.outbox_bytes)
+            DomainGroup(group, members) if self._exchange else group,
+            [self._layout.num_bytes[r] for r in members],
+            [self._layout.host_ranges[r] for r in members], self._layout.outbox_bytes)
         self._addresses = [0] * group.world_size
-        for rank, address in zip(near, self._heap.addresses, strict=True):
+        for rank, address in zip(members, self._heap.addresses, strict=True):
             self._addresses[rank] = address
 
     def _row_clipped(self) -> list[str]:
@@ -247,7 +247,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         looked_up = batch.looked_up
         if looked_up is not None:
             if (looked_up.by is self.turns.parts
-                    and looked_up.num_published == self.num_published):
+                    and looked_up.num_flushes == self.num_flushes):
                 check_unchanged(looked_up.versions, looked_up.given.versions())
             else:
                 batch = replace(batch, looked_up=None)  # the rows have changed since
@@ -278,7 +278,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """Whether lookups need a backward pass: to update tables or, until all ranks are known to
         have frozen all tables, to compare which tables are frozen."""
         return len(self.frozen) < len(self.specs) or (
-            self.meets_peers and not self.frozen_by_all)
+            self.notifies_peers and not self.frozen_by_all)
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +300,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             return batch.looked_up.out, batch.looked_up.offsets
         if self.turns.parts is not None:
             self.turns.parts.settle()
-        trains, collective = collective, collective or self._pools_far
+        trains, collective = collective, collective or self._pools_for_domains
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         out, offsets, code, detail = self._forward_op(
@@ -308,9 +308,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch.pooled, collective, known and known.offsets, known and known.addresses,
             shared and shared.bags, shared and shared.samples)
         if code:
-            # No rank waits for an invalid id's lookup if all ranks read rows directly.
             if collective and code not in PEER_FAILURES:
                 self._skip_in_family()
+            # If ranks exchange data in lookups, the kernels have reported an invalid id themselves.
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
@@ -336,7 +336,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         with self.turns.lock:
             if collective:
                 self._skip_in_family()
-            self._tell_refused(collective or self._pools_far)
+            self._tell_refused(collective or self._pools_for_domains)
             if collective and self.replicas is not None:
                 self.replicas.refuse_update()
 
@@ -347,11 +347,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
         while earlier batches are trained: it reads no rows and is not collective. Results are
         bitwise the same. If the ids or the plan change before the lookup, the lookup resolves the
         batch again. The batch is returned unchanged with several memory domains (unless
-        `resolves_far`), with dynamic tables, and if the batch is invalid or has ids that
+        `resolves_across_domains`), with dynamic tables, and if the batch is invalid or has ids that
         `BoundsCheck` will replace, since the lookup must report these.
         """
         # Rows in other domains have no addresses; keys may get other rows before the lookup.
-        if (self.keys is not None or (self._exchange is not None and not self.resolves_far)
+        if (self.keys is not None or not (self.is_one_domain or self.resolves_across_domains)
                 or self.bounds.replaces(batch, self.device)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
@@ -454,30 +454,30 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 
-    def check_room(self) -> None:
+    def check_memory(self) -> None:
         """Raise OperError unless free memory suffices for the arenas of this memory domain."""
-        check_room([self._layout.used_bytes[r] for r in self.members])
+        check_memory([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:
         """Replace plan and arenas by those of `other`, which must not be used afterwards."""
         with self._resolving:
             self._release()
             other._release.detach()
-            for name in self._of_the_plan:
+            for name in self._plan_attributes:
                 setattr(self, name, getattr(other, name))
             if self.pull is not False:
                 choose_pull(self, self.pull)
             self.trace_phases(self._most_spans)
             other._heap = None
-            self._keep()
+            self._release_when_dropped()
 
     @in_turn
-    def publish(self) -> None:
+    def flush_replicas(self) -> None:
         if self.replicas is not None:
-            self.replicas.check_synchronized("cannot publish rows")
-        super().publish()
+            self.replicas.check_synchronized("cannot make written rows visible")
+        super().flush_replicas()
         if self.replicas is not None:
-            self.replicas.agree(super().publish)
+            self.replicas.agree(super().flush_replicas)
         if self._migration is not None:
             self._migration.restart()
 

@@ -27,7 +27,7 @@ class TableUpdates:
     turns: Turns
     family: Any
     has_push: bool
-    meets_peers: bool
+    notifies_peers: bool
     frozen: frozenset[str]
     frozen_by_all: bool
     guard: GradientGuard
@@ -91,7 +91,7 @@ class TableUpdates:
             if passed is None:
                 return
             if self.turns.parts is not None:
-                self.turns.parts.leave(passed)
+                self.turns.parts.send_gradients(passed)
             else:
                 self.step(passed)
 
@@ -99,7 +99,7 @@ class TableUpdates:
     def _refusing(self) -> Iterator[None]:
         """If the block raises InvalidInputError, make all ranks skip this update.
 
-        The other ranks are notified when they make the update. Within `no_sync` that happens later,
+        The other ranks are notified when they make the update. Within `no_sync` they make it later,
         so the error is stored until then.
         """
         try:
@@ -125,13 +125,13 @@ class TableUpdates:
         self._leave_out(error)
         raise InvalidInputError("no rank makes this update", "error of a pass under no_sync",
                                 str(error), "only valid backward passes",
-                                "continue with the next batch, or call zero_grad() of the fused "
-                                "optimizer where the program catches that error") from error
+                                "continue with the next batch; or, where the program catches that "
+                                "error, call zero_grad() of the fused optimizer") from error
 
     def refuse(self) -> None:
         """Make all ranks skip this update; called instead of `step` on a rank that cannot take
         part. Collective. Ranks of its memory domain can continue with the next update."""
-        self._skip_in_family()  # before this rank waits, since others may wait there
+        self._skip_in_family()  # first, since other ranks may wait in another collection
         torch.ops.oper.lookup_refuse_update(self.handle)
         if self.replicas is not None:
             self.replicas.refuse_update()
@@ -144,7 +144,7 @@ class TableUpdates:
         could wait in another collection for the rank that refused, or be paired with the next
         batch of that rank.
         """
-        if not self.meets_peers:
+        if not self.notifies_peers:
             return
         self.drop_in_family()
         if self.replicas is not None:
@@ -226,7 +226,7 @@ class TableUpdates:
             self._skipped[name] += 1
 
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
-        self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
+        self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # notifies other domains
         self.drop_in_family()  # no collection of the model is updated by this batch
         if self.replicas is not None:
             self.replicas.note_refused(differ=True)

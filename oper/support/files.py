@@ -71,7 +71,7 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
         return
     check_local(path)
     target = Path(os.path.realpath(path))
-    with named(path):
+    with errors_name(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
@@ -86,18 +86,18 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
-        with named(path):
+        with errors_name(path):
             os.replace(name, target)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-        full = no_room(error) if isinstance(error, Exception) else None
+        full = disk_full_error(error) if isinstance(error, Exception) else None
         if full is not None and not full.filename:
             raise OSError(full.errno, full.strerror, os.fspath(path)) from error
         raise
 
 
-def no_room(error: BaseException | None) -> OSError | None:
+def disk_full_error(error: BaseException | None) -> OSError | None:
     """Return the system error in the chain of `error` that reports a full disk or quota, or None.
 
     Libraries may hide it behind exceptions of their own.
@@ -139,7 +139,7 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
             yield filled
             os.rename(filled, target)
     except OSError as error:
-        full = no_room(error)
+        full = disk_full_error(error)
         if full is None:
             raise
         raise InvalidInputError(what, "output", os.fspath(output),
@@ -149,8 +149,8 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make system errors inside the block name `path` instead of a temporary file or none."""
+def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make system errors inside the block name `path`, instead of a temporary file or no file."""
     try:
         yield
     except OSError as error:
@@ -159,10 +159,16 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a name is a URL, such as that of a file in a store, instead of a local path."""
+    name = os.fspath(path)
+    return isinstance(name, str) and _URL.match(name) is not None
+
+
 def check_local(path: str | os.PathLike[str]) -> None:
     """Raise InvalidInputError for a URL, which would otherwise create folders such as ``s3:``."""
     name = os.fspath(path)
-    if isinstance(name, str) and _URL.match(name):
+    if is_url(path):
         raise InvalidInputError(
             "cannot use a URL", "path", name, "a path in a local or mounted file system",
             "leave 'file://' out" if name.startswith("file:") else
@@ -280,7 +286,7 @@ class ArrayFile:
 
     def __init__(self, path: str | os.PathLike[str], kind: str, version: int) -> None:
         self._what = f"cannot read {os.fspath(path)!r} as {kind}"
-        with damage_told(self._what), contextlib.ExitStack() as at_failure:
+        with damage_as_format_error(self._what), contextlib.ExitStack() as at_failure:
             self._archive = at_failure.enter_context(zipfile.ZipFile(path))
             assert self._archive.fp is not None  # open
             check_sizes(self._archive, self._what, os.fstat(self._archive.fp.fileno()).st_size)
@@ -292,7 +298,7 @@ class ArrayFile:
 
     def read(self, name: str) -> np.ndarray:
         """Read the array `name`, one of `names`; raises FileFormatError if it is damaged."""
-        with damage_told(self._what):
+        with damage_as_format_error(self._what):
             return _read_member(self._archive, self._what, name, *self._described[name])
 
     def close(self) -> None:
@@ -315,7 +321,7 @@ def read_arrays(
 
 
 @contextlib.contextmanager
-def damage_told(what: str) -> Iterator[None]:
+def damage_as_format_error(what: str) -> Iterator[None]:
     """Turn zipfile's exceptions for damaged archives into FileFormatError; `what` begins it."""
     try:
         yield

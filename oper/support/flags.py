@@ -80,8 +80,8 @@ def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def named(text: str, separator: str) -> dict[str, str] | None:
-    """Split ``NAME=VALUE`` entries; None if one is not of this form, or a name occurs twice."""
+def name_values(text: str, separator: str) -> dict[str, str] | None:
+    """Parse ``NAME=VALUE`` entries; None if one has another form, or a name occurs twice."""
     pairs = [part.rpartition("=")[::2] for part in text.split(separator) if part.strip()]
     found = {name.strip(): value.strip() for name, value in pairs}
     return found if len(found) == len(pairs) and all(found) else None

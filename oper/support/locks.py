@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from oper.errors import InvalidInputError
-from oper.support.files import named
+from oper.support.files import errors_name
 
 LOCK = ".lock"  # name of a folder's lock file, which contains the holder's process id and host
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -36,7 +36,7 @@ def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
         OSError: the folder cannot be created or written to.
     """
     is_new = not os.path.isdir(folder)
-    with named(folder):
+    with errors_name(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         number = _acquire(Path(folder) / LOCK, what)
     try:
@@ -78,7 +78,7 @@ def _acquire(path: Path, what: str) -> int:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[None]:
     """Wait for a lock file and hold it inside the block; remove it at the end."""
     while True:
         with path.open("ab") as file:
@@ -92,7 +92,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def used(folder: Path) -> Iterator[None]:
+def shared_temporary(folder: Path) -> Iterator[None]:
     """Hold a shared lock of a folder of temporary files inside the block.
 
     Several processes may hold it at once. The last one removes the folder at the end of its block,

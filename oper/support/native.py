@@ -121,9 +121,9 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
     return np.where(known[at] == values, ids[at], np.int32(0))
 
 
-def deal(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
+def assign_ids(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
          given: np.ndarray) -> np.ndarray:
-    """Assign ids to values by count; values of equal count get consecutive ids in order.
+    """Assign ids to the next K values of a vocabulary; values of equal count get consecutive ids.
 
     Args:
         counts: int64 [K], counts of the next K values.

@@ -21,7 +21,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, PeerLostError, fail
 from oper.integration.checkpoint.saving import tables_of
 from oper.shmem.tables import ShardedTables
-from oper.support.files import named, write_text
+from oper.support.files import errors_name, write_text
 from oper.support.versions import versions
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
@@ -300,7 +300,7 @@ class _MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with named(self._file.name):
+            with errors_name(self._file.name):
                 self._file.close()
 
     def write(self, event: str, **values: Any) -> None:
@@ -308,7 +308,7 @@ class _MetricsFile:
             # JSON has neither NaN nor infinity, so undefined metrics become null.
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                      for k, v in values.items()}
-            with named(self._file.name):
+            with errors_name(self._file.name):
                 self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
                 self._file.flush()
 

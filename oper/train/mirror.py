@@ -51,14 +51,14 @@ class RunMirror:
         self._arrived: Stamps = {}  # of the checkpoint that is being copied
         self._seen: Stamps = {}  # of the checkpoint in place, or refused
         self._sums, self._is_refused = b"", False
-        self._told = ""  # the problem with the store that was last logged
+        self._logged = ""  # the last logged problem with the store
         self._stop = threading.Event()
         self._temporary = tempfile.TemporaryDirectory(prefix="oper-follow-")
         self.folder = Path(self._temporary.name)
         self._incoming = self.folder / f"{CHECKPOINT}.incoming"
         self._thread = threading.Thread(target=self._run, name="oper-mirror", daemon=True)
         try:
-            self._tell(self.update())
+            self._log_once(self.update())
         except BaseException:
             self._temporary.cleanup()
             raise
@@ -80,14 +80,14 @@ class RunMirror:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             try:
-                self._tell(self.update())
+                self._log_once(self.update())
             except Exception as error:  # of any class, by fsspec's stores, which may come back
-                self._tell(str(error) or type(error).__name__)
+                self._log_once(str(error) or type(error).__name__)
 
-    def _tell(self, text: str) -> None:
-        if text and text != self._told:
+    def _log_once(self, text: str) -> None:
+        if text and text != self._logged:
             _log.warning("%s", text)
-        self._told = text
+        self._logged = text
 
     def update(self) -> str:
         """Copy what is new in the store; return why a new checkpoint or delta is not served, or "".

@@ -74,7 +74,6 @@ class Checkpoints:
         self._tables = CombinedOptimizer(list(sharded.items()))
         self._deltas = DeltaCheckpoints(self._folder, engine.module, self._tables) if (
             config.delta_every) else None
-
         try:
             self._survivors = Survivors(engine.module, self._tables) if (
                 config.checkpoint_every) else None

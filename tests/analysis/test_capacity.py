@@ -91,7 +91,7 @@ def test_keys_expire_and_counts_decay_as_predicted(
     assert found.occupied == pytest.approx(num_live, rel=0.1)
     assert found.default_share == pytest.approx(true.default_share, rel=0.04)
     if admit_after > 1:
-        return  # fewer keys can be counted than wait for a row
+        return  # not all keys that wait for a row can be counted
     assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=0.04)
     kinds = found.evictions_per_lookup, found.expirations_per_lookup
     assert min(kinds) == 0 < max(kinds) <= found.inserts_per_lookup
@@ -149,7 +149,7 @@ def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_takes_statistics_of_its_keys() -> None:
-    """If each key occurs once, all lookups read row 0; with a few hot keys, hardly any."""
+    """If each key occurs once, all lookups read row 0; with a few hot keys, hardly any do."""
     shares = {}
     for name, keys in (("new", np.arange(LOOKUPS) * 7), ("hot", log_of(50))):
         table = rows_of_keys(counted(keys), DynamicRows(4_097))
@@ -163,7 +163,7 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
 
 
 def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
-    """The share of misses was lost, and with it the cost of the directory."""
+    """Merging keeps the share of misses, from which the cost of the directory follows."""
     lengths = np.ones(1, np.int64), np.ones(1, np.int64)
     one, other, static = (replace(TableStats.from_counts(
         9, np.arange(2), np.array([n, n]), lengths), default_share=share)
@@ -173,7 +173,7 @@ def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
 
 
 def test_an_endless_half_life_is_none() -> None:
-    """It gave NaN."""
+    """An infinite half-life once made the forecast NaN."""
     keys = counted(log_of(50, size=100))
     for eviction in ("lfu", "distance_lfu"):
         assert forecast(keys, 20, 1, eviction, np.inf, np.inf).default_share == pytest.approx(
@@ -181,7 +181,7 @@ def test_an_endless_half_life_is_none() -> None:
 
 
 def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:
-    """Statistics of raw keys do not show whether two days have the same keys."""
+    """They do not show whether two days have the same keys."""
     table = counted(log_of(500))
     with pytest.raises(InvalidInputError, match="ids='raw keys'"):
         distance(table, table)

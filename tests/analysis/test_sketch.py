@@ -102,18 +102,18 @@ def test_a_tally_counts_everything_that_it_takes(parts: list[list[int]], repeat:
     assert len(left) == tally.num_ids <= keep
     assert tally.error <= sum(found.values()) / keep
     assert all(n - tally.error <= left.get(i, 0) <= n for i, n in found.items())
-    tally.add(np.array(sorted(left), np.int64))  # still found where they are
+    tally.add(np.array(sorted(left), np.int64))  # ids that are left are still found
     assert counts_by(*tally.result()) == {i: n + 1 for i, n in left.items()}
 
 
 def test_a_tally_counts_beyond_32_bits() -> None:
     tally = Tally(1 << 20)
     ids, many = np.array([3, 2**32 - 1]), np.array([2**32 - 5, 7])
-    for k in range(3):  # the table is made wide before a count could overflow
+    for k in range(3):  # counts become 64-bit before one could overflow
         assert tally.add(ids, many) == 2
         assert tally.result()[1].tolist() == ((k + 1) * many).tolist()
     full = Tally(1 << 16)
-    assert full.add(np.arange(10_000)) == 6144  # three quarters of 8192 slots
+    assert full.add(np.arange(10_000)) == 6144  # full at three quarters of 8192 slots
     assert full.add(np.array([1 << 40])) == 0
     full.purge(3072)
     assert full.add(np.array([1 << 40])) == 0 or full.num_ids <= 3072

@@ -27,7 +27,7 @@ class BrokenTrainCase(TrainCase):
             row = side.tables.read("t0", 3, 4)
             side.tables.barrier()
             side.tables.write("t0", row + torch.ones_like(row), 3)
-            side.tables.publish()
+            side.tables.flush_replicas()
             return side, reference
 
         with mock.patch.object(train, "build_oper", build_wrong):

@@ -21,7 +21,7 @@ from tests.bench import helpers
 from tests.support import run_command
 
 KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "bound_method", "proved_gap",
-        "proved_boxes", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
+        "proved_nodes", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
         "ratio_vs_torchrec", "ratio_vs_best_peer", "lower_bound_us",
         "peak_rss_mb", "verified")
 

@@ -66,7 +66,7 @@ def test_kept_runs_alone(tmp_path: Path) -> None:
         ("movietweetings/last-two/popularity", [1, 2]), ("movietweetings/time/popularity", [1])]
     done = run_here("bench", "recommenders", "--seeds", "0", "--runs", str(tmp_path),
                     env={"OPER_DATA": str(tmp_path)})
-    assert done.returncode == 1 and "no kept runs" in done.stderr
+    assert done.returncode == 1 and "no saved runs" in done.stderr
 
 
 def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -
         (entry["name"], entry["search"], entry["metrics"])]
     done = run_here("bench", "recommenders", "--search", "5", "--seeds", "0", "--runs",
                     str(tmp_path / "runs"), env={"OPER_DATA": str(tmp_path)})
-    assert done.returncode == 1 and "no kept runs" in done.stderr
+    assert done.returncode == 1 and "no saved runs" in done.stderr
 
 
 def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

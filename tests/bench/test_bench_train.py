@@ -11,6 +11,7 @@ from oper.bench.core.workload import Workload
 from oper.bench.tables import train
 from oper.bench.tables.sides import Dense
 from oper.bench.tables.train import TrainCase
+from oper.errors import UsageError
 from oper.train.config import DLRMConfig
 from tests.bench import broken
 
@@ -105,7 +106,17 @@ def test_cross_networks_in_both_precisions(measured: list[dict[str, Any]]) -> No
     assert "bfloat16" in text and "samples" in text
 
 
+@pytest.mark.parametrize("flags", [
+    {"exchange": "collective", "tables": "drift"}, {"exchange": "collective", "model": "hstu"},
+    {"device": "cuda", "model": "dlrm"}, {"model": "dlrm", "tables": "dynamic"}])
+def test_flags_that_choose_other_cases_are_not_combined(flags: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="cannot choose cases"):
+        train.cases(True, **flags)
+
+
 def test_mlperf_shapes() -> None:
+    assert {c.exchange for c in train.cases(True, model="dlrm", exchange="collective")} == {
+        "collective"}
     (exact, rounded) = train.cases(False, model="dlrm-dcnv2")
     assert (exact.dense.dtype, rounded.dense.dtype) == ("float32", "bfloat16")
     assert sum(exact.work.bag_lengths) == 214 and max(exact.work.num_rows) == 400_000

@@ -113,7 +113,7 @@ class StreamedTables(DeviceTables):
         def work() -> None:
             found.append(run())
             if self.ahead == "early":
-                self._ahead.synchronize()  # type: ignore[union-attr]
+                self._resolving_stream.synchronize()  # type: ignore[union-attr]
 
         thread = threading.Thread(target=work)
         thread.start()

@@ -65,8 +65,9 @@ def check_registers(kernels: dict[str, dict[str, int]], at_least: int) -> None:
     hot = {n: u for n, u in kernels.items() if HOT.search(n) and not SCALAR.search(n)}
     assert len(hot) >= at_least, sorted(kernels)[:5]
     # Updates keep a few registers on the stack so that another block fits on a multiprocessor,
-    # those of 16-bit rows more, for the random numbers of their rounding. Lookups keep none there.
-    allowed = {n: (160 if "Float16" in n else 96) if UPDATES.search(n) else 0 for n in hot}
+    # those of 16-bit rows more, for the random numbers of their rounding; most of all (200 bytes)
+    # rows of 16 columns in the kernel of all optimizers. Lookups keep none there.
+    allowed = {n: (208 if "Float16" in n else 96) if UPDATES.search(n) else 0 for n in hot}
     spilling = {n: u for n, u in hot.items() if u["LOCAL"] or u["STACK"] > allowed[n]}
     assert not spilling, "\n".join(f"{n}: {u}" for n, u in list(spilling.items())[:12])
 

@@ -77,7 +77,7 @@ class _Liar:
 
 
 @pytest.mark.parametrize("wrong, problem", [
-    (1, "has sent invalid data"), (2, "are not where they should be")])
+    (1, "has sent invalid data"), (2, "row number from another memory domain is invalid")])
 def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
                                           wrong: int, problem: str) -> None:
     """Invalid counts are refused before memory is allocated, slots before rows are read."""

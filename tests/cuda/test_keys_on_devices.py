@@ -344,7 +344,7 @@ def test_records_are_written_and_read(emulation: pytest.MonkeyPatch, world_size:
         for name, rows in state.rows.items():
             table, part = name.split()
             tables.write(table, rows, part=part)
-        tables.publish()
+        tables.flush_replicas()
         for name, records in state.records.items():
             table, part = name.split()
             for begin in range(0, records.shape[0], 20):

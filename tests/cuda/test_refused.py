@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from oper.errors import InvalidInputError, OperError, PeerLostError
+from oper.errors import InvalidInputError, OperError, PeerLostError, PlanError
 from oper.plan import Plan, uniform_plan
+from oper.rows.directory import MAX_ROWS
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD
@@ -135,6 +136,18 @@ def test_every_reason(kind: str, pushes: bool) -> None:
     plan = (rich_plan(CASE.tables, 2, 1, columns=True) if pushes
             else uniform_plan(CASE.tables, 2, "striped"))
     compare(2, plan, kind, late=kind in ("id", "sum of lengths"))
+
+
+def test_ranks_with_too_many_rows() -> None:
+    """Updates number all rows that a rank owns with 32 bits."""
+    tables = [TableSpec(name, MAX_ROWS, 1) for name in "abc"]
+    plan, features = uniform_plan(tables, 2, "striped"), [(t.name, t.name) for t in tables]
+
+    def body(group: ThreadGroup) -> None:
+        with pytest.raises(PlanError, match=r"rows that a rank owns.*<= 4294967296"):
+            device_tables(plan, features, group, OPTIMIZER)
+
+    run_ranks(2, body)
 
 
 def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""A store that answers the requests of Google Cloud Storage's JSON API which pyarrow makes for
-small files."""
+"""A server with the part of Google Cloud Storage's JSON API that pyarrow uses for small files."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ BUCKET = "logs"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Objects of one bucket, in memory."""
+    """Stores the objects of one bucket in memory."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm, wbufsize = True, 1 << 16  # an answer waits for no acknowledgement
+    # Do not wait for acknowledgements before sending.
+    disable_nagle_algorithm, wbufsize = True, 1 << 16
     objects: ClassVar[dict[str, bytes]] = {}
     metadata: ClassVar[dict[str, dict[str, str]]] = {}  # with which pyarrow marks folders
 

@@ -58,7 +58,7 @@ def test_the_command_line_joins_and_crosses(log: tuple[Path, list[list[str]]]) -
     assert found["genre"] == [s[0] or None for s in side]
     assert found["tags"] == [s[2].split("|") if s[2] else [] for s in side]
     np.testing.assert_allclose(found["price"], np.log1p([float(s[1] or 0) for s in side]), 1e-6)
-    # Equal pairs have equal hashes, different ones different ones (of a million).
+    # Equal pairs have equal hashes; different pairs have different ones (of a million).
     pairs = list(zip([r[0] for r in rows], [s[0] for s in side], strict=True))
     assert len(set(pairs)) == len(set(found["user_x_genre"])) == len(
         set(zip(pairs, found["user_x_genre"], strict=True)))
@@ -93,7 +93,7 @@ def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> 
         ({"join": str(folder / "items.csv")}, InvalidInputError, "its key and columns"),
         ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["user"]},
          InvalidInputError, r"columns named twice=\['user'\]"),
-        # What a log without a label gets, and what preprocessing adds, are columns like others.
+        # The label of a log without one, time buckets and times also have column names.
         ({"sparse": ["user", "label"], "label": None, "threshold": None}, InvalidInputError,
          r"columns named twice=\['label'\]"),
         ({"dense": ["label"], "label": None, "threshold": None}, InvalidInputError,

@@ -52,7 +52,7 @@ def test_power_laws_have_their_rows_and_shares(
     assert (np.diff(per_row) <= 1e-12).all()
     for share in heavy:
         assert np.isclose(per_row, share).any()
-    # The hottest of the tail and its last row stand in the ratio of the law.
+    # The popularity of the tail's first and last row has the ratio of the law.
     tail = [p for p in per_row if not np.isclose(p, heavy).any()]
     if not heavy and num_rows > 1 and found.rows[0] == 1:
         ratio = ((num_rows + shift) / (1 + shift)) ** exponent
@@ -98,7 +98,7 @@ def test_cardinality_fit_finds_a_known_law() -> None:
     law = power_law(50_000, 1.1)
     found = fit_cardinality(200_000, round(law.expected(200_000)),
                             round(law.expected(200_000, 3)), 3)
-    # Two numbers leave the law somewhat open; what they say is met, and so is the head.
+    # Two counts do not determine the law, but the fit matches both and has nearly the same head.
     for least in (1, 2, 3, 10):
         assert found.expected(200_000, least) == pytest.approx(law.expected(200_000, least),
                                                                rel=0.02)

@@ -151,7 +151,8 @@ def test_ranks_read_their_own_row_groups(folder: Path, groups_read: list[int]) -
 def test_threads_read_every_group_once(
     folder: Path, share: str, interleave: int, groups_read: list[int]
 ) -> None:
-    """For any number of threads, and with the same batches as without threads."""
+    """Each row group is read once for any number of threads, and batches equal those without
+    threads."""
     options = {"window": 64, "rank": 1, "world_size": 2, "share": share, "interleave": interleave}
     whole = [everything(b) for b in Loader(folder, "train", LoaderOptions(
         16, prefetch=0, **options))]
@@ -200,7 +201,7 @@ def test_a_folder_opens_without_opening_its_files(
         (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
         with pytest.raises(FileFormatError, match="manifest"):
             Loader(tmp_path / "old", "train", LoaderOptions(64))
-    # A manifest that lies: more rows than there are, in groups of other sizes.
+    # A wrong manifest: more rows than in the files, in groups of other sizes.
     (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, "row_group_rows": 40}))
     with pytest.raises(FileFormatError, match="row"):
         list(Loader(tmp_path / "old", "train", LoaderOptions(64)))
@@ -408,7 +409,7 @@ def test_batches_without_equal_bags_say_so(folder: Path) -> None:
 
 @pytest.mark.parametrize("guard", ["off", "stop"])
 def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None:
-    """Checked in a sharded collection (variable batch size per feature) and in a published one."""
+    """In a sharded collection (variable batch size per feature) and in a published one."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
@@ -441,7 +442,7 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None
 
 
 def test_samples_take_the_rows_of_their_bags() -> None:
-    """In the order of features, also if the keys of the KJT are in another order."""
+    """Outputs are in the order of features, also if the keys of the KJT are in another order."""
     library.load()
 
     def found(*samples: list[int], num_distinct: int = 3, shares: bool = True) -> Any:
@@ -451,19 +452,19 @@ def test_samples_take_the_rows_of_their_bags() -> None:
             inverse_indices=(["b", "a"], torch.tensor(samples)))
         return kjt, *padded_lengths(kjt, ["a", "b"], True, shares)
 
-    # Where no bags are equal, nothing is shared.
+    # If all bags differ, nothing is shared.
     assert found([0, 1, 2], [0, 1, 2])[3] is None
     kjt, lengths, size, shared = found([2, 0, 2, 2], [0, 1, 2, 2])
     assert size == 4 and lengths.tolist() == [1, 1, 1, 0] * 2
     assert shared.bags.tolist() == [3, 3]
     assert shared.samples.tolist() == [[0, 1, 2, 2], [2, 0, 2, 2]]
-    assert found([2, 0], [0, 1])[2] == 3  # bags that no sample has
-    # The rows of other tables are copied.
+    assert found([2, 0], [0, 1])[2] == 3  # a bag that no sample has is kept
+    # If the lookup does not expand bags to samples, `spread` copies them.
     assert found([2, 0, 2, 2], [0, 1, 2, 2], shares=False)[2:] == (3, None)
     values = torch.randn(3, 3, requires_grad=True)
     copied = spread(values, [0, 1, 3], ["a", "b"], kjt)
     assert torch.equal(copied, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
-    for wrong in ([0, 3, 1, 1], [-1, 0, 1, 1]):  # of a feature with fewer bags than there are rows
+    for wrong in ([0, 3, 1, 1], [-1, 0, 1, 1]):  # indices of bags that do not exist
         with pytest.raises(IndexError):
             spread(torch.randn(4, 3), [0, 1, 3], ["a", "b"], found([0, 1, 2, 2], wrong)[0])
 

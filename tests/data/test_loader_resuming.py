@@ -52,7 +52,7 @@ def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.Mon
                 range(worker, len(loader), workers), 0, -1)])
             seen += read
         assert [shares[k % workers][k // workers] for k in range(len(whole))] == whole
-        # Of 15 whole windows and a short one, those that take no turns are read by all.
+        # Of 15 full windows and a short one, those that are not interleaved are read by all.
         turns = 15 // interleave * interleave
         again = sorted(w for w in seen if w < turns)
         assert again == sorted(range(turns)) if interleave > 1 else len(again) == 2 * turns
@@ -76,7 +76,7 @@ def test_resuming_with_other_workers(folder: Path, workers: int, done: int) -> N
     other = Loader(folder, "train", options)
     other.load_state_dict(state)
     assert other.epoch == 3 and other.state_dict() == state
-    other.set_epoch(3)  # as a loop over epochs does; the place stays
+    other.set_epoch(3)  # as a loop over epochs does; the position is kept
     data = DataLoader(other, batch_size=None, num_workers=workers)
     assert [everything(b) for b in data] == whole[done:]
     other.set_epoch(4)

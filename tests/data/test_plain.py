@@ -115,7 +115,7 @@ def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> None:
-    """One field in a block is too long, signed, truncated or empty."""
+    """One field of a block is too long, signed, truncated or empty."""
     good = ["1", *(["-3", "", "12345678", "0"] * 4)[:13], *(["00ff17aa", ""] * 13)]
     lines, odd = [], {1: ["123456789", "-12345678", "-123456789", "-", "", "-0", "1x"],
                       14: ["-12345678", "-1234567", "0000000g", "ABCDEF01", "1234567", ""],

@@ -146,7 +146,7 @@ def test_malformed_rows_are_counted_reported_and_limited(
     manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=3))
     assert manifest["bad_rows"]["count"] == 3 and len(manifest["bad_rows"]["first"]) == 3
     assert "row 200" in manifest["bad_rows"]["first"][2]
-    # The split and the buckets are shares of the rows that are left, of which 197 // 7 are last.
+    # Split and buckets are shares of the 197 well-formed rows; the last 197 // 7 are valid.
     assert manifest["rows"] == {"train": 197 - 28, "valid": 28, "test": 0}
     assert manifest["inputs"][0]["rows"] == 200
     days = pq.read_table(tmp_path / "out" / "train")["day"].to_pylist()
@@ -223,7 +223,7 @@ def test_outputs_that_cannot_or_must_not_be_written_are_refused(
             preprocess(KAGGLE, [path], out)
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
-    for _ in range(2):  # an output that is not there yet, and one that is
+    for _ in range(2):  # first a new output, then an existing one
         preprocess(KAGGLE, [path], tmp_path / "link", PreprocessOptions(force=True))
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "out" / "manifest.json").exists()
@@ -374,7 +374,7 @@ def test_known_numbers_of_the_real_log(real_log: Path, tmp_path: Path) -> None:
     stats = analyze_folder(tmp_path / "out")
     for c, expected in enumerate(CARDINALITIES):
         table = manifest["tables"][f"C{c + 1}"]
-        # The published numbers leave the missing value out, which is a value of its own here.
+        # The published numbers do not count the missing value; `num_distinct` does.
         assert table["num_distinct"] - (table["missing_id"] > 0) == expected
         assert table["num_rows"] == table["num_distinct"] + 1
         assert stats.tables[f"C{c + 1}"].num_touched_rows == table["num_distinct"]

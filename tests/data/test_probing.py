@@ -61,7 +61,7 @@ def test_the_first_records_tell(
     value, recipe, todo = CASES[case]
     header = "x,a,y\n" if recipe.layouts[0].header else ""
     (tmp_path / "log.csv").write_text(header + f"{value},7,1\n" * 200_000)
-    monkeypatch.setattr(preprocessing.Job, "opened", None)  # no work has begun
+    monkeypatch.setattr(preprocessing.Job, "opened", None)  # fails if work begins
     began = time.process_time()
     with pytest.raises(OperError) as error:
         preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "out", PreprocessOptions())

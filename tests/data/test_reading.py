@@ -316,6 +316,6 @@ def test_no_text_crashes_or_is_taken_for_what_it_is_not(
     judged = [len(f) == 1 and is_valid(column, f[0].encode()) for f in lines]
     kept = set((found.rows - 100).tolist())
     for k, ok in enumerate(judged):
-        # What `is_valid` refuses never gets through; pyarrow may refuse a little more.
+        # Every value that is read satisfies `is_valid`; pyarrow may refuse a few more.
         assert (ok and ("\r" not in lines[k][0] or quoted)) or k not in kept, rows[k]
         assert k in kept or not ok or "\r" in lines[k][0] or parse in ("iso", "iso_zone"), rows[k]

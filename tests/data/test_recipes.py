@@ -122,7 +122,7 @@ def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "plain").mkdir()
     manifest, columns = read(tmp_path / "plain", name, {file.removesuffix(".gz"): text})
     last = text.rstrip(b"\r\n").rpartition(b"\n")[2]
-    # Where fields may be quoted, outside of quotes it is an error of the whole file.
+    # A lone CR is malformed. If fields may be quoted, it would make the whole file an error.
     odd = text.replace(b"\r\n", b"\n") + last[:5] + b"\r" * (name != "online-retail") + last[5:]
     odd = b"\xef\xbb\xbf" + odd.replace(b"\n", b"\r\n")
     packed = gzip.compress(odd[:9]) + gzip.compress(odd[9:])
@@ -338,7 +338,7 @@ def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
     ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
 def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
                                           raw: bool) -> None:
-    """Otherwise equal values would get different ids, or only some rows would be lists."""
+    """Otherwise equal values could get different ids, or only some rows would be lists."""
     for name, column in (("a", ids), ("b", more)):
         pq.write_table(pa.table({"y": [0, 1], "id": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(InvalidInputError, match=f"types of column 'id'={{{types}"):

@@ -74,7 +74,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     kills = 0
     for workers in ("1", "2"):
         target = tmp_path / f"out{workers}"
-        for _ in range(7):  # then it is left in peace; `oper bench data` kills ten times
+        for _ in range(7):  # the last run is not killed; `oper bench data` kills ten times
             done = subprocess.run([sys.executable, "-c", KILLED, log, str(target), workers,
                                    str(rng.randint(1, 80))], check=False)
             kills += done.returncode == -signal.SIGKILL
@@ -86,7 +86,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     assert kills >= 10
 
 
-# Reads one unit, then waits for leave to go on.
+# Reads one unit, then waits for the file `go`.
 HELD = """
 import pathlib, sys, time
 from oper.data import *
@@ -215,7 +215,7 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     assert left == set(range(units)) - set(written) and len(written) == 2 < units
     preprocess(KAGGLE, [log], tmp_path / "out", options)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
-    # The log was passed from each unit's first line to its end, and so was what was written.
+    # Pages were dropped of each unit, up to the end of the log, and of all written files.
     size = os.path.getsize(log)
     assert len({start for start, _ in passed[log]}) == units
     assert max(start + count for start, count in passed[log]) > size - 1000
@@ -237,9 +237,9 @@ def test_only_logs_beyond_a_share_of_the_memory_are_large(
         monkeypatch.setattr(os, "sysconf", lambda name, n=pages: 1 if "SIZE" in name else n)
         assert pagecache.is_large([str(path)]) == large
     monkeypatch.delattr(os, "posix_fadvise")
-    passing = pagecache.Passing(path)
-    passing.advance(1 << 30)
-    passing.close()
+    dropper = pagecache.PageDropper(path)
+    dropper.advance(1 << 30)
+    dropper.close()
 
 
 def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
@@ -250,7 +250,7 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "-m", *words, str(tmp_path / "two")], check=True, capture_output=True, timeout=300)
     assert digest(tmp_path / "one") == digest(tmp_path / "two")
-    # Tasks of an array start when the scheduler pleases: the last one long after the first.
+    # The tasks of a Slurm array may start at any time: here the second after the first has ended.
     for task in "01":
         done = subprocess.run(
             [sys.executable, "-m", *words, str(tmp_path / "three")], capture_output=True, text=True,
@@ -263,12 +263,12 @@ def test_workers_on_a_ray_cluster_share_the_work(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
-    # Workers import what this process imports.
+    # Workers must find the modules of this process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
         preprocess(KAGGLE, [log], tmp_path / "one", SMALL)
-        # This process takes no part until the others have begun.
+        # This process takes no units until the workers have begun.
         original, work = preprocessing.Job.run, tmp_path / ".ray.work" / "tasks"
 
         def late(job: Any) -> None:

@@ -35,7 +35,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked for again
+    monkeypatch.setattr(tempfile, "tempdir", None)  # forget the folder that it has determined
     return folder
 
 
@@ -144,7 +144,7 @@ def test_runs_to_one_place_leave_each_others_files_alone(
         for other in others:
             other.start()
         for other in others:
-            other.join(1)  # they wait, or end
+            other.join(1)  # let them reach the lock, or end
         upload(folder, url, last)
         running.extend(others)
 

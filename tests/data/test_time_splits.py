@@ -75,7 +75,7 @@ CASES = {  # seconds of 3,000 rows in the order of the log
 def test_rows_are_in_order_of_time_throughout_each_part(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any chunks, spans and units; rows with equal times keep the order of the log."""
+    """For any sizes of chunks, spans and units; rows with equal times keep the order of the log."""
     recipe, times = recipe_from_dict(COLUMNS), CASES[case]
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(
@@ -131,7 +131,7 @@ def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
 def test_a_column_whose_bags_are_empty_throughout_the_training_part(
     tmp_path: Path, by: str, options: dict[str, Any]
 ) -> None:
-    """Also with a finished vocabulary, of which the training part then uses no value."""
+    """Also with a finished vocabulary, none of whose values the training part then uses."""
     recipe = recipe_from_dict(COLUMNS | {"split": {"by": by}})
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(

@@ -32,7 +32,7 @@ def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for k in range(ROWS):
         user = "" if k % 50 == 7 else f"once{k}" if k % 50 == 9 else f"u{draw.randrange(30)}"
         lines.append(f"{k % 2},{k},{user},i{draw.randrange(40)},k{k % 3},a|b,{k // 4 * 60}")
-    if request.param:  # of a log that is split by time the order is made
+    if request.param:  # preprocessing sorts a log that is split by time
         lines[1:] = draw.sample(lines[1:], ROWS)
     (folder / "log.csv").write_text("\n".join(lines) + "\n")
     choice = Choice(["user", "item", "kind", "tags:|"], "y", ["n"],

@@ -104,7 +104,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table.num_rows == 100 and table.schema.metadata[b"synthetic"] == b"true"
     with pytest.raises(InvalidInputError, match="lookups"):
         run("generate", str(spec), "-o", stats, "--lookups", str(tmp_path / "out"))
-    # What it wrote is no folder for those who need labels, and says so.
+    # Commands that need labels refuse the folder and say that `oper generate` wrote it.
     for words in (["analyze", str(tmp_path / "out"), "-o", stats],
                   ["train", "--data", str(tmp_path / "out"), "--out", str(tmp_path / "run")]):
         done = run_here(*words)
@@ -120,7 +120,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
     for out in (tmp_path, tmp_path / "file" / "stats"):
         with pytest.raises(InvalidInputError, match="a file, not a folder"):
             run("analyze", "data", "-o", str(out))
-    with pytest.raises(TypeError):  # it goes on to count
+    with pytest.raises(TypeError):  # accepted: the counting, which is None here, is called
         run("analyze", "data", "-o", os.devnull)
 
 

@@ -111,7 +111,7 @@ def test_extended_behind_the_old_rows(days: Days, tmp_path: Path) -> None:
         assert {k: v for k, v in new.items() if k not in old} == {
             v: num_old + k for k, (_, v) in enumerate(behind)}
         assert manifest["new_rows"][name] == len(behind) > 0
-    # It is applied, and extended, as any other.
+    # An extended vocabulary can be used and extended again.
     make(tmp_path, "day2", "d2", vocabulary=tmp_path / "v1")
     assert Folder.open(tmp_path / "d2").num_rows == tuple(
         t["num_rows"] for t in manifest["tables"].values())
@@ -249,8 +249,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for name, values in values_of(seen).items():
         before, after = (ids_of(tmp_path / v, name) for v in ("v1", "v2"))
         assert after == {v: remap[name][k] for v, k in before.items()}
-        # Rows by count over all days, ties by value, a missing field first. What the first day saw
-        # too rarely for a row of its own counts from the second on.
+        # Rows are in order of their counts over all days; ties in order of values, the missing
+        # value first. For values too rare for a row on the first day, that day is not counted.
         old, every, first = ids_of(tmp_path / "d0", name), Counter(values), Counter(day0[name])
         count = {v: every[v] - (0 if v in old else first[v]) for v in after}
         assert sorted(after, key=lambda v: after[v]) == sorted(
@@ -260,7 +260,7 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
         (tmp_path / "d0" / "manifest.json").read_text())["numbering"] != manifest["numbering"]
     assert make(tmp_path, "day2", "again", vocabulary=tmp_path / "v2")["numbering"] == manifest[
         "numbering"]
-    # Statistics of all days follow: the same rows under their new numbers.
+    # Renumbered statistics of all days have the same counts under the new row numbers.
     files = []
     for day in ("d0", "day1", "day2"):
         files.append(str(tmp_path / f"{day}.stats"))

@@ -1,8 +1,8 @@
 """``python -m tests.faults``: inject every fault at every phase and print the results.
 
-With ``--json F`` every injection is written there as soon as it is judged, and a later call with
-the same file does what is left. An injection during which this program itself was stopped says
-nothing: it is counted apart and made again.
+With ``--json F`` each injection is written to F as soon as it is judged, and a later call with the
+same file continues. An injection during which this program itself was stopped proves nothing: it is
+counted separately and repeated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Pair:
 
     Attributes:
         fault, phase: names.
-        once: makes one injection from random numbers; None where this machine cannot.
-        lacking: what the machine lacks then.
+        once: makes one injection, drawn with a random generator; None = impossible on this machine.
+        lacking: what the machine lacks if `once` is None.
+        outcomes: outcomes of the injections so far.
     """
 
     fault: str
@@ -50,7 +51,7 @@ class Pair:
 
 
 def pairs(root: Path) -> Iterator[Pair]:
-    """All pairs, those of ranks first."""
+    """Yield all pairs, those with faults of ranks first."""
     for phase in injection.PHASES:
         for fault in injection.FAULTS:
             yield Pair(fault, phase, _of_a_rank(fault, phase))
@@ -87,7 +88,7 @@ def _of_a_rank(fault: str, phase: str) -> Callable[[random.Random], Outcome]:
 
 
 def line(pair: Pair) -> str:
-    """A row of the table."""
+    """Format a row of the printed table."""
     start = f"{pair.fault:<20} {pair.phase:<18}"
     if pair.once is None:
         return f"{start} skipped: this machine lacks {pair.lacking}"
@@ -99,10 +100,11 @@ def line(pair: Pair) -> str:
 
 
 class Journal:
-    """All injections of a table, kept in a file if one is named.
+    """All injections, stored in a file if a path is given.
 
     Attributes:
-        interrupted: injections that say nothing, since this program was stopped meanwhile.
+        interrupted: number of injections without a result, since this program was stopped
+            meanwhile.
     """
 
     def __init__(self, path: Path | None, seed: int) -> None:
@@ -117,12 +119,12 @@ class Journal:
             self.interrupted, self.seconds = held["interrupted"], held["seconds"]
 
     def fill(self, pair: Pair) -> None:
-        """Give a pair the outcomes that it has had."""
+        """Set the outcomes of a pair to those in the file."""
         held = self._pairs.get(pair.name, {"outcomes": []})["outcomes"]
         pair.outcomes = [Outcome(**{k: v for k, v in o.items() if k != "commit"}) for o in held]
 
     def note(self, pair: Pair, seconds: float, outcome: Outcome | None) -> None:
-        """Add an injection's outcome, None if it was interrupted, or that a pair is skipped."""
+        """Record an injection's outcome (None = it was interrupted), or that a pair is skipped."""
         self.seconds = round(self.seconds + seconds, 1)
         if pair.once is None:
             self._pairs[pair.name] = {"name": pair.name, "lacking": pair.lacking, "outcomes": []}
@@ -148,7 +150,7 @@ def _commit() -> str:
 
 
 def _one(pair: Pair, rng: random.Random) -> Outcome:
-    """An injection; what it raises is a broken guarantee."""
+    """Make an injection; an exception that it raises is a broken guarantee."""
     assert pair.once is not None
     try:
         return pair.once(rng)
@@ -157,7 +159,7 @@ def _one(pair: Pair, rng: random.Random) -> Outcome:
 
 
 def run(pair: Pair, tries: int, seed: int, journal: Journal, pauses: Pauses) -> None:
-    """Inject until the pair has so many outcomes."""
+    """Inject until the pair has `tries` outcomes."""
     journal.fill(pair)
     if pair.once is None:
         journal.note(pair, 0.0, None)

@@ -1,8 +1,9 @@
 """``python -m tests.faults.delta_cost``: what delta checkpoints cost a training loop.
 
-Two ranks train eight tables and a small dense model. Stretches of steps with and without deltas
-take turns; what a stretch with deltas takes longer is the stall, the disk's work in the background
-included. Of a second run, which touches one row in a hundred, the bytes are compared.
+Two ranks train eight tables and a small dense model, in alternating series of steps with and
+without deltas. The stall is the additional time of a series with deltas, which includes effects of
+writing to disk in the background. A second run, which touches one row in a hundred, compares the
+bytes of deltas and full checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROWS, DIM, TABLES = 250_000, 32, 8
 
 
 class Model(nn.Module):
-    """Bags and a dense model over them."""
+    """Embedding bags with a dense model on top."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def _batches(rank: int, batch_size: int, rows: int) -> list[list[torch.Tensor]]:
 
 def _steps(model: nn.Module, batches: list[list[torch.Tensor]], steps: range,
            saver: DeltaCheckpoints | None, every: int) -> tuple[float, float]:
-    """Seconds of all steps, and of the longest call of `save`."""
+    """Return the seconds of all steps, and those of the longest call of `save`."""
     longest, begin = 0.0, time.perf_counter()
     for step in steps:
         model(batches[step % len(batches)]).backward()
@@ -67,7 +68,7 @@ def _steps(model: nn.Module, batches: list[list[torch.Tensor]], steps: range,
 
 
 def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> dict[str, Any]:
-    """One rank."""
+    """Measure the stall on one rank."""
     torch.set_num_threads(1)
     model: Any = Model()
     model = oper.shard(model, optimizer=oper.RowWiseAdagrad(lr=0.1))
@@ -76,7 +77,7 @@ def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> 
         saver.save_full(0)
         _steps(model, batches, range(1, 20), saver, every)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
-        # Of at least 50 steps: short ones that take turns often, since machines drift.
+        # Series of at least 50 steps, short and often alternating, since machines drift.
         calls, length = [], every * max(1, 50 // every)
         for turn in range(turns):
             for k, kind in enumerate(("without", "with") if turn % 2 else ("with", "without")):
@@ -94,7 +95,7 @@ def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> 
 
 
 def size(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """One rank of a run that touches one row in a hundred."""
+    """Measure bytes on one rank of a run that touches one row in a hundred."""
     model: Any = oper.shard(Model(), optimizer=oper.RowWiseAdagrad(lr=0.1))
     place = Path(folder) / "small"
     with DeltaCheckpoints(place, model) as saver:

@@ -1,4 +1,4 @@
-"""A training run whose steps are served: a score tells whether it is of one step, and of which."""
+"""A training run whose weights are served while it trains; scores show which step they are of."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ REQUEST = Request(np.zeros((2, 1), np.float32), np.array([[ROWS, 0], [ROWS, 0]],
 
 
 class Model(nn.Module):
-    """Each step adds 1 to `TOUCHED` rows of each table and to ``step``.
+    """Each step adds 1 to `TOUCHED` rows of each table and to the parameter ``step``.
 
-    The logit is the sum of all rows of a bag, in steps, minus ``step``: small whole numbers, exact.
-    With all rows it is 0, whatever the step, unless rows or parameters are of several steps.
+    The logit is the sum of all rows of a bag, in units of steps, minus ``step``: small integers,
+    which float32 represents exactly. With all rows it is 0 for every step, unless the rows or the
+    parameter are of different steps.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -55,13 +56,14 @@ class Model(nn.Module):
 
 
 def step_of(scores: np.ndarray) -> int:
-    """The step that the scores of `REQUEST` are of; -1 when they are of several."""
+    """Return the step whose weights gave the scores of `REQUEST`; -1 if they are of several steps.
+    """
     step = -np.log(scores[1] / (1 - scores[1].astype(np.float64))) / _SLOPE
     return round(step) if scores[0] == 0.5 and abs(step - round(step)) < 0.01 else -1
 
 
 def train(rank: int, world_size: int, folder: str, steps: int, full_every: int) -> int:
-    """Go on with the run in `folder` until it has so many steps, and save each."""
+    """Continue the run in `folder` up to step `steps`, and save after each step."""
     model: Any = oper.shard(Model(), optimizer=oper.SGD(lr=1.0))
     place = Path(folder) / CHECKPOINT
     with DeltaCheckpoints(place, model) as saver:
@@ -89,7 +91,7 @@ def make_step(model: Any, step: int) -> None:
 
 
 def save_chains(folder: Path, count: int, deltas: int) -> None:
-    """Save a checkpoint with so many deltas in each of ``folder/0``, ``folder/1``, ..."""
+    """Save `count` checkpoints with `deltas` deltas each, in ``folder/0``, ``folder/1``, ..."""
     model: Any = oper.shard(Model(), optimizer=oper.SGD(lr=1.0))
     step = 0
     with DeltaCheckpoints(folder / "run" / CHECKPOINT, model) as saver:
@@ -108,7 +110,8 @@ def build(device: str) -> nn.Module:
 
 
 def make() -> PublishedModel:
-    """For ``oper serve``: the newest weights of the run in the environment's folder."""
+    """Return the newest weights of the run in the folder named by the environment, for ``oper
+    serve``."""
     if os.environ.get(DIE_AT):
         _die_at(int(os.environ[DIE_AT]))
     return PublishedModel(build, find_weights(os.environ["OPER_TEST_RUN"]),
@@ -116,7 +119,7 @@ def make() -> PublishedModel:
 
 
 def _die_at(count: int) -> None:
-    """Kill this process between two tables of a delta, in the middle of the copy."""
+    """Kill this process in the middle of copying a delta, between two of its tables."""
     commit, calls = Publisher.commit, iter(range(1, 1 << 30))
 
     def committed(self: Publisher, prepared: Prepared, timeout_s: float = 1.0) -> int:

@@ -1,6 +1,6 @@
-"""Faults of storage: full disks, folders that cannot be written, changed and damaged files.
+"""Faults of storage: full disks, folders without write permission, changed and damaged files.
 
-Everything here runs in one process, or in a child process with limits.
+All of them run in one process, or in a child process with limits.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Sample:
     """A file or folder of one kind.
 
     Attributes:
-        path: where it is.
-        files: the files of it that are damaged in turn.
-        read: reads all of it and returns its contents, or raises OperError.
-        any_valid: whether another valid content is no wrong number (a plan may be edited by hand).
+        path: its path.
+        files: its files, which are damaged in turn.
+        read: reads all of it and returns the contents, or raises OperError.
+        any_valid: whether changed but valid contents are accepted (a plan may be edited by hand).
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Sample:
 
 
 def make_samples(folder: Path) -> dict[str, Sample]:
-    """One good file of every kind."""
+    """Write one undamaged file of every kind."""
     model = small_model(1, 0)
     for step in range(3):
         small_step(model, step)
@@ -86,7 +86,7 @@ def make_samples(folder: Path) -> dict[str, Sample]:
 
 
 def make_stats(num_rows: list[int]) -> AccessStats:
-    """Exact statistics of tables of so many rows, every row touched."""
+    """Make exact statistics of tables with these numbers of rows, every row touched."""
     rng = np.random.default_rng(0)
     return AccessStats(1000, {f"t{k}": TableStats.from_counts(
         n, np.arange(n), rng.integers(1, 1000, n), (np.array([1, 2]), np.array([600, 400])))
@@ -117,7 +117,7 @@ def _read_parquet(path: Path) -> Any:
 
 
 def damage(data: bytes, how: str, rng: random.Random) -> bytes:
-    """Another content of a file."""
+    """Return damaged contents of a file."""
     if how == "truncated":
         return data[:rng.randrange(len(data))]
     if how == "foreign":
@@ -128,7 +128,8 @@ def damage(data: bytes, how: str, rng: random.Random) -> bytes:
 
 
 def damaged_file(sample: Sample, how: str, rng: random.Random, folder: Path) -> Outcome:
-    """Damage one file of a copy of `sample`; it is refused by name, or nothing has changed."""
+    """Damage one file of a copy of `sample`: reading must name it in an error, or give equal
+    contents."""
     outcome = Outcome()
     good = sample.read(sample.path)
     copy = folder / "copy"
@@ -157,7 +158,7 @@ WRITES = ("checkpoint", "plan", "stats", "state")
 
 
 def _writer(what: str, size: int) -> Callable[[Path], Any]:
-    """Writes prepared data of about so many bytes to a path."""
+    """Return a function that writes about `size` bytes of prepared data to a path."""
     if what == "checkpoint":
         model, extra = small_model(1, 0), {"filling": torch.zeros(size // 4)}
         return lambda path: oper.save_checkpoint(path, model, extra=extra)
@@ -170,7 +171,7 @@ def _writer(what: str, size: int) -> Callable[[Path], Any]:
 
 
 def _in_child(body: Callable[..., str], *args: Any) -> str:
-    """The result of `body` in a separate process, or the text of its error."""
+    """Return the result of `body` in a separate process, or the text of its error."""
     with _CONTEXT.Pool(1, torch.set_num_threads, (1,)) as pool:
         try:
             return pool.apply_async(body, args).get(60)
@@ -179,8 +180,8 @@ def _in_child(body: Callable[..., str], *args: Any) -> str:
 
 
 def _write_with_limit(what: str, path: Path, limit: int) -> str:
-    """Write a file beyond the size limit of the process."""
-    write = _writer(what, 8 * limit)  # shared memory, too, is a file to the limit
+    """Write a file that is larger than the file size limit of the process."""
+    write = _writer(what, 8 * limit)  # the limit also applies to shared memory
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return _attempt(write, path)
@@ -215,7 +216,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outcome:
-    """Overwrite a good file on a full disk; the old file remains, and no other one."""
+    """Overwrite a file on a full disk: the old file must remain, and no other file."""
     place = folder / "disk"
     place.mkdir()
     mounted = tmpfs and subprocess.run(
@@ -232,7 +233,7 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
         outcome = _judge(answer, path, before, ("No space left", "File too large"))
         if str(path) not in answer:
             outcome.break_guarantee(f"the error does not name {path}: {answer}")
-        if what == "checkpoint":  # a failed save leaves its half beside; the next one clears it up
+        if what == "checkpoint":  # a failed save leaves a partial one, which the next save removes
             _writer(what, 4000)(path)
             if _read_checkpoint_extra(path) != 1000:
                 outcome.break_guarantee("the next checkpoint is not whole")

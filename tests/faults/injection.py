@@ -1,8 +1,8 @@
-"""Faults of a rank at a phase of training: what is injected, what is guaranteed, what happened.
+"""Faults of a rank in a phase of training: injection, guarantees, and judgement of the outcome.
 
-A small world trains. One of its ranks harms itself at a chosen point of a batch, in the kernels
-through ``torch.ops.oper.arm_fault``, in Python by a wrapper around the call. The parent process
-watches what the others say and when, and looks for what is left behind.
+A small group of ranks trains. One of them harms itself at a chosen point of a batch: in the kernels
+by ``torch.ops.oper.arm_fault``, in Python by a wrapper around a call. The parent process checks
+what the other ranks report and when, and looks for leftovers.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from tests.world_support import (
 )
 
 FAULTS = ("kill", "stop", "slow")  # and "memory limit", see tests/faults/memory.py
-# As csrc/host/faults.h numbers them; the others are calls of Python.
+# Numbers as in csrc/host/faults.h; the other phases are calls in Python.
 POINTS = {"resolve": 1, "forward": 2, "outbox": 3, "barrier": 4, "update": 5,
           "replica broadcast": 6}
 PHASES = (*POINTS, "checkpoint write", "migration")
-# How often each point is met in a step, at least: the fault is set to one of so many occasions.
+# Least number of times that a step reaches each point; the fault is armed for one of them.
 _OCCASIONS = {"resolve": 3, "forward": 3, "outbox": 2, "barrier": 4, "update": 2,
               "replica broadcast": 2, "checkpoint write": 4, "migration": 3}
 DEADLINE_S = 1.5
 KILL_LIMIT_S = 2.0
 STOP_LIMIT_S = DEADLINE_S + 2.0
-NETWORK_S = 2.0  # longer where a loss is told over the network
+NETWORK_S = 2.0  # additional time if a loss is reported over the network
 SLOW_S = 0.3
 _STEPS, _ARMED_AT = 6, 2
 
@@ -65,13 +65,15 @@ class Injection:
     """One fault.
 
     Attributes:
-        fault: of `FAULTS`.
-        phase: of `PHASES`.
-        world_size: ranks.
-        victim: rank that harms itself.
-        occasion: at which arrival at the point, from the step on in which it is armed.
-        seed: of plans and batches.
-        labels: a letter for each rank; those of different letters share no memory. None: all do.
+        fault: one of `FAULTS`.
+        phase: one of `PHASES`.
+        world_size: number of ranks.
+        victim: the rank that harms itself.
+        occasion: the fault happens when the point is reached for the `occasion`-th time after
+            arming.
+        seed: seed of plans and batches.
+        labels: a letter for each rank; ranks with different letters share no memory. None = all
+            share.
     """
 
     fault: str
@@ -93,10 +95,11 @@ class Outcome:
     """The result of an injection.
 
     Attributes:
-        kept: whether all guarantees were.
-        detection_s: from the fault to the last survivor's error; None where none is due.
-        leftovers: processes, names, sockets and files that are still there.
-        broken: which guarantees were not kept.
+        kept: whether all guarantees were kept.
+        detection_s: seconds from the fault to the last survivor's error; None if no error is
+            expected.
+        leftovers: processes, names, sockets and files that remain.
+        broken: the guarantees that were not kept.
     """
 
     kept: bool = True
@@ -111,21 +114,21 @@ class Outcome:
 # ---- the ranks -----------------------------------------------------------------------------------
 
 def _harm(injection: Injection, note: str) -> None:
-    """What `csrc/host/faults.cpp` does, for points in Python."""
+    """Do what `csrc/host/faults.cpp` does, at points in Python."""
     with open(note, "wb", buffering=0) as file:
         file.write(struct.pack("q", time.monotonic_ns()))
     if injection.fault == "slow":
         time.sleep(SLOW_S)
     elif injection.fault == "memory limit":
         memory.limit_this_process(64 << 20)
-        torch.ones(1 << 28)  # what the process has is not counted; this is too much
+        torch.ones(1 << 28)  # memory it already has does not count; this exceeds the limit
     else:
         os.kill(os.getpid(), _SIGNALS[injection.fault])
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": 0}
 
 def _arm(injection: Injection, note: str) -> None:
-    """Set the fault in this process, which is the victim."""
+    """Arm the fault in this process, which is the victim."""
     if injection.phase in POINTS and injection.fault != "memory limit":
         fd = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         torch.ops.oper.arm_fault(POINTS[injection.phase], injection.occasion,
@@ -146,7 +149,7 @@ def _arm(injection: Injection, note: str) -> None:
     setattr(owner, name, harmed)
 
 def _plan(specs: tuple[TableSpec, ...], world_size: int, seed: int) -> Plan:
-    """Every table has replicated, striped and owned rows, one of them a pushed tier."""
+    """Make a plan in which every table has replicated, striped and owned rows, one tier pushed."""
     rng = np.random.default_rng(seed)
     entries = []
     for t in specs:
@@ -170,10 +173,10 @@ def batch_of(seed: int, size: int) -> Lookup:
     return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), size)
 
 def _wait_less(injection: Injection | None) -> None:
-    """From here on, wait for a stalled peer as long as the guarantee states.
+    """Wait for stalled peers only as long as the guarantee states from now on.
 
-    Before, ranks of a loaded machine may be slow to start; and who is killed must be noticed as
-    such however long the machine takes to end it.
+    Not before: on a busy machine, ranks may be slow to start. A killed peer must be reported as
+    killed, however long the machine takes to end its process.
     """
     dist.barrier()
     if injection is not None and injection.fault == "stop":
@@ -181,20 +184,21 @@ def _wait_less(injection: Injection | None) -> None:
 
 
 def open_tables(world_size: int, seed: int) -> ShardedTables:
-    """The tables of this rank, filled. Collective."""
+    """Create this rank's tables with initial rows. Collective."""
     tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
                                                              for s in _SPECS],
                            ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
     for s in _SPECS:
         g = torch.Generator().manual_seed(seed)
         tables.write(s.name, torch.rand(s.num_rows, s.dim, generator=g))
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 
 def train_tables(rank: int, world_size: int, injection: Injection | None, note: str, seed: int
                  ) -> dict[str, Any]:
-    """Train tables for some steps, the fault armed in the middle; final rows, or the error."""
+    """Train tables for some steps, with the fault armed halfway; return the final rows, or the
+    error."""
     if injection is not None and injection.labels:
         os.environ["OPER_DOMAIN"] = injection.labels[rank]
     _wait_less(injection)
@@ -220,7 +224,7 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
     return {"kind": "", "rows": rows, "mapped": held_segments()}
 
 class Small(nn.Module):
-    """A table of two kinds of bags and a dense layer."""
+    """A table with two kinds of bags, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,11 +236,12 @@ class Small(nn.Module):
         return self.dense(self.bags(ids)).square().sum()
 
 def small_model(world_size: int, seed: int) -> Any:
-    """`Small`, sharded."""
+    """Make `Small`, sharded."""
     return oper.shard(Small(), optimizer=oper.RowWiseAdagrad(lr=0.1))
 
 def small_step(model: Any, seed: int) -> None:
-    """One step of the tables and, the same on all ranks, of the dense part."""
+    """Make one step of the tables and of the dense layer, whose gradients are equal on all ranks.
+    """
     model.dense.zero_grad()
     model(torch.randint(0, 300, (4, 3), generator=torch.Generator().manual_seed(seed))).backward()
     with torch.no_grad():
@@ -244,7 +249,7 @@ def small_step(model: Any, seed: int) -> None:
             p -= 1e-3 * torch.ones_like(p)
 
 def small_state(model: Any) -> dict[str, torch.Tensor]:
-    """Rows, optimizer state and dense part, whole."""
+    """Return rows, optimizer state and dense parameters as whole tensors."""
     tables = model.bags.tables
     tables.barrier()
     state = {part: tables.read("bags", part=part) for part in ("rows", "momentum1")}
@@ -253,7 +258,7 @@ def small_state(model: Any) -> dict[str, torch.Tensor]:
 
 def save_twice(rank: int, world_size: int, injection: Injection | None, note: str, seed: int,
                folder: str) -> dict[str, Any]:
-    """Save, report what was saved, train on and save again with the fault armed."""
+    """Save, report what was saved, continue training, and save again with the fault armed."""
     small_model(world_size, seed).bags.tables.close()  # all imports
     _wait_less(injection)
     model = small_model(world_size, seed)
@@ -291,7 +296,8 @@ def _error(error: OperError) -> dict[str, Any]:
 
 def _errors_of_survivors(running: World, injection: Injection, note: Path, outcome: Outcome
                          ) -> None:
-    """Receive from all survivors; check kind, name and time of their errors."""
+    """Receive the errors of all survivors; check their class, the rank that they name, and the
+    time."""
     expected, limit = {"kill": ("PeerLostError", KILL_LIMIT_S),
                        "memory limit": ("PeerLostError", KILL_LIMIT_S),
                        "stop": ("DeadlineError", STOP_LIMIT_S)}[injection.fault]
@@ -306,7 +312,7 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
         except RankFailedError as error:
             outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
             continue
-        # Of several survivors one may hear of the loss from another, who gives the victim's name.
+        # A survivor may learn of the loss from another one, which names the victim.
         if found["kind"] not in (expected, "PeerLostError"):
             outcome.break_guarantee(f"rank {rank} said {found.get('kind')}: {found.get('text')}")
         elif f"rank={injection.victim}," not in found["text"]:
@@ -321,7 +327,7 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
         outcome.break_guarantee(f"given up after {outcome.detection_s:.2f} s already")
 
 def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
-    """A stopped rank that continues must learn that it is alone."""
+    """Continue a stopped rank, which must then report that its peers regard it as lost."""
     os.kill(running.pids[injection.victim], signal.SIGCONT)
     try:
         found = running.receive(injection.victim)
@@ -330,13 +336,13 @@ def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
         return
     if found["kind"] not in ("PeerLostError", "DeadlineError"):
         outcome.break_guarantee(f"woken, it said {found['kind']!r}")
-    # Between domains it may find that others are late for it.
+    # Between domains, it may report that other ranks are late.
     elif not injection.labels and f"rank={injection.victim}," not in found["text"]:
         outcome.break_guarantee(f"woken, it blames another one: {found['text']}")
 
 def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, torch.Tensor],
                   outcome: Outcome) -> dict[str, torch.Tensor]:
-    """All ranks end with the rows of an undisturbed run; those of the last one."""
+    """Check that all ranks end with the rows of an undisturbed run; return the rows."""
     found: dict[str, Any] = {}
     for rank in range(injection.world_size):
         try:
@@ -353,7 +359,7 @@ def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, t
 
 
 def _check_note(note: Path, outcome: Outcome) -> float:
-    """When the fault happened, s; a fault that did not happen does not prove a guarantee."""
+    """Return the time of the fault, s; a fault that did not happen is a failure of the test."""
     if not note.exists() or note.stat().st_size != 8:
         outcome.break_guarantee("the fault never happened")
         return time.monotonic()
@@ -365,7 +371,7 @@ _UNDISTURBED: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
 
 def _undisturbed(body: Callable[..., Any], injection: Injection, *args: Any
                  ) -> dict[str, torch.Tensor]:
-    """The rows of a run without faults, made once."""
+    """Return the rows of a run without faults, which is made once."""
     key = (body, injection.world_size, injection.seed)
     if key not in _UNDISTURBED:
         results = run_world(injection.world_size, body, None, "", injection.seed, *args)
@@ -412,7 +418,8 @@ def inject(injection: Injection) -> Outcome:
 
 def _check_checkpoint(injection: Injection, folder: Path, held: dict[str, torch.Tensor],
                       outcome: Outcome) -> None:
-    """The previous checkpoint or the complete new one loads; the next save removes leftovers."""
+    """Check that either the previous checkpoint or the complete new one loads, and that the next
+    save removes leftovers."""
     try:
         [(extra, state)] = run_world(1, load_and_save, str(folder))
     except RankFailedError as error:

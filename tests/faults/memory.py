@@ -1,4 +1,4 @@
-"""A rank that is killed for lack of memory: in its own control group, if rights allow."""
+"""A rank that is killed for lack of memory, in a control group of its own if permissions allow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Place:
 
 
 def _place() -> _Place | None:
-    """Where a control group of version 2 or 1 can be made; None without either."""
+    """Return where a control group of version 2 or 1 can be made; None if neither is possible."""
     for line in (PROC / "mounts").read_text().splitlines():
         _, name, kind, options, *_ = line.split()
         with contextlib.suppress(OSError):
@@ -37,7 +37,7 @@ def _place() -> _Place | None:
 
 
 def _own_group() -> str:
-    """This process's control group of memory (version 1)."""
+    """Return the name of this process's memory control group (version 1)."""
     for line in (PROC / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -46,7 +46,7 @@ def _own_group() -> str:
 
 
 def can_limit() -> bool:
-    """Whether this process may make control groups with a limit of memory."""
+    """Whether this process may create control groups with a memory limit."""
     try:
         _make_group(64 << 20).rmdir()
     except OSError:
@@ -72,12 +72,12 @@ def _make_group(num_bytes: int) -> Path:
 
 
 def limit_this_process(num_bytes: int) -> None:
-    """Move this process to a group with a limit in bytes, which `sweep` removes."""
+    """Move this process to a control group with a limit in bytes; `sweep` removes the group."""
     (_make_group(num_bytes) / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def sweep(pid: int) -> None:
-    """Remove the groups of a process that has ended."""
+    """Remove the control groups of a process that has ended."""
     place = _place()
     for path in place.path.glob(f"oper-test-{pid}-*") if place else ():
         for _ in range(20):  # the kernel takes the last pages back a little later

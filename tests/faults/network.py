@@ -1,8 +1,8 @@
-"""Faults of the network between memory domains, by a proxy in user space.
+"""Faults of the network between memory domains, simulated by a proxy in user space.
 
-Every rank is its own memory domain, so that all rows travel over gloo. A preloaded library
-sends its connections, and those that watch the peers, through a proxy, which delays what it passes
-on, passes nothing on, or cuts all connections.
+Every rank is its own memory domain, so all rows travel over gloo. A preloaded library redirects its
+connections, and those that monitor the peers, to a proxy, which delays data, holds all data back,
+or closes all connections.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DELAY_S = 0.02
 
 
 class Proxy:
-    """Passes connections on. The first two bytes of each name the port it was meant for.
+    """Forwards connections. The first two bytes of each are the port to which it is addressed.
 
     Attributes:
-        port: where it listens.
-        mode: ``"pass"``, ``"delayed"``, ``"lost"`` (keeps what it gets) or ``"cut"``.
+        port: the port on which the proxy listens.
+        mode: ``"pass"``, ``"delayed"``, ``"lost"`` (received data is not forwarded) or ``"cut"``.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Proxy:
                     end.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """End all connections by a reset, like those of a lost machine."""
+        """Reset all connections, as if the machine were lost."""
         self.mode = "cut"
         for end in list(self._sockets):
             try:
@@ -99,7 +99,7 @@ class Proxy:
 
 
 def build_redirect(folder: Path) -> Path | None:
-    """The library that is preloaded; None without a C compiler."""
+    """Build the library to preload; return None without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -110,7 +110,7 @@ def build_redirect(folder: Path) -> Path | None:
 
 
 def inject(fault: str, rng: random.Random, library: Path) -> Outcome:
-    """Train in two or three domains and disturb their network once they exchange."""
+    """Train in two or three memory domains and disturb their network after the first exchange."""
     outcome = Outcome()
     world_size, seed = rng.choice((2, 2, 3)), rng.randrange(4)
     with tempfile.TemporaryDirectory(prefix="oper-fault-") as folder:
@@ -200,7 +200,8 @@ def _check_numbers(answers: list[dict[str, Any]], world_size: int, seed: int, ou
 
 
 def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
-    """A rank: train until an error, for at most a number of steps of some milliseconds."""
+    """Train, as one rank, until an error occurs or a number of steps of some milliseconds are done.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Detects that this program itself was stopped, which makes its time measurements invalid."""
+"""Detect that this program itself was stopped, which invalidates its time measurements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 from typing import Any
 
 _BEAT_S, _MISSED_S = 0.05, 1.0
-_TRIES = 4  # of what a stop may have spoiled
+_TRIES = 4  # of a test that a stop may have invalidated
 
 
 class Pauses:
-    """Counts stops of this process: it was continued (SIGCONT), or its clock has jumped.
+    """Counts how often this process was stopped: it received SIGCONT, or its clock jumped.
 
     Attributes:
         count: stops so far.
@@ -28,7 +28,7 @@ class Pauses:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Pauses]:
-        """Count within the block; only in the main thread, which gets the signals."""
+        """Count inside the block; only in the main thread, which receives signals."""
         def told(number: int, frame: FrameType | None) -> None:
             self.count += 1
 
@@ -52,9 +52,10 @@ class Pauses:
 
 
 def timed(test: Callable[..., None]) -> Callable[..., None]:
-    """A test with time limits, repeated if it fails while this process was stopped.
+    """Decorate a test with time limits: repeat it if it fails and this process was stopped
+    meanwhile.
 
-    A machine that was stopped does not show which process is late.
+    If the entire machine was stopped, it is unknown which process was late.
     """
     @functools.wraps(test)
     def again(*args: Any, **kwargs: Any) -> None:

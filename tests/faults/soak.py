@@ -1,7 +1,7 @@
 """``python -m tests.faults.soak``: a training run that is killed repeatedly.
 
-Ranks are killed at random moments and all are started again, until the run has ended by itself. Its
-weights must be those of an undisturbed run, bit for bit.
+Ranks are killed at random moments, and all ranks are started again until the run ends normally. Its
+weights must equal those of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Soak:
     """The result of a soak test.
 
     Attributes:
-        faults: ranks killed.
-        lives: worlds started.
-        interrupted: lives that say nothing, since this program itself was stopped meanwhile.
-        seconds: what it took.
-        saved_steps: the step that each life went on from.
+        faults: number of ranks killed.
+        lives: number of times that the ranks were started.
+        interrupted: number of lives without a result, since this program itself was stopped
+            meanwhile.
+        seconds: duration.
+        saved_steps: step from which each life resumed.
         problems: guarantees that were not kept.
-        same: whether the final weights are those of the undisturbed run.
+        same: whether the final weights equal those of the undisturbed run.
     """
 
     faults: int = 0
@@ -82,7 +83,7 @@ _SIZES = {"cdt4rec": {"model.steps": 6, "model.window": 4, "model.negatives": 32
 
 
 def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """One rank of one life of the run."""
+    """Run one rank of one life."""
     from oper.errors import DeadlineError, PeerLostError
     from oper.train import loop
 
@@ -152,7 +153,7 @@ def _live(flags: dict[str, Any], rng: random.Random, result: Soak, kill: bool) -
 
 def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
     """Kill a rank at a random moment and check the survivors; False if the run ended before."""
-    for rank in range(WORLD_SIZE):  # before they have met, a launcher has to end the others
+    for rank in range(WORLD_SIZE):  # before they connect, a launcher has to end the others
         running.receive(rank)
     victim = rng.randrange(WORLD_SIZE)
     process = running.processes[victim]
@@ -181,7 +182,7 @@ def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
 
 
 def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]:
-    """A rank's last report; records the step from which it resumed."""
+    """Return a rank's last report; record the step from which it resumed."""
     while True:
         answer: dict[str, Any] = running.receive(rank)
         if "from" not in answer and "in" not in answer:

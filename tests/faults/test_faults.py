@@ -1,4 +1,4 @@
-"""A short form of ``python -m tests.faults``: every kind of fault, each at some phase."""
+"""A short form of ``python -m tests.faults``: every kind of fault, each in one phase."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_all_ranks_are_killed() -> None:
 
 def test_leftovers_can_be_seen() -> None:
     """Tests the check itself: it must find a process, a name and a socket."""
-    name = Path("/dev/shm") / f"test-{os.getpid()}"  # no name that tests beside this one look for
+    name = Path("/dev/shm") / f"test-{os.getpid()}"  # not a name that concurrent tests look for
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0oper-{os.getpid()}-test")
         name.touch()

@@ -1,4 +1,4 @@
-"""Every guarantee of `docs/explanation/reliability.md` names tests, which exist."""
+"""Every guarantee in `docs/explanation/reliability.md` names tests, and these tests exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMED = re.compile(r"`([^`]+)`")
 
 
 def _guarantees() -> list[tuple[str, list[str]]]:
-    """The guarantees, and the tests that each names."""
+    """Return the guarantees, each with the names of its tests."""
     page = (ROOT / "docs" / "explanation" / "reliability.md").read_text()
     table = page.split("## Guarantees", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""Attacks: pickles that execute code, users who try to access a job's memory."""
+"""Attacks: pickles that execute code, and users who try to access the memory of a job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Trap:
 def test_a_hostile_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder, mark = small_model(1, 0), tmp_path / "c", tmp_path / "ran"
     oper.save_checkpoint(folder, model, extra={"step": 1})
-    (folder / CHECKSUMS).unlink()  # whoever writes the files writes the sums, too
+    (folder / CHECKSUMS).unlink()  # who can write files can write checksums, too
     (folder / METADATA).write_bytes(pickle.dumps(_Trap(mark)))
     with pytest.raises(FileFormatError, match="mkdir"):
         oper.load_checkpoint(folder, model)
@@ -82,7 +82,7 @@ _INTRUDER = textwrap.dedent("""
 
 
 def _waits_with_open_sockets(rank: int, world_size: int) -> str:
-    """Rank 1 comes late, so that rank 0's private socket stays open for a while."""
+    """Start rank 1 late, so that rank 0's private socket stays open for a while."""
     import time
 
     from oper.shmem.group.groups import ProcessGroup
@@ -105,7 +105,7 @@ def _waits_with_open_sockets(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("who", ["same", "other"])
 def test_another_user_cannot_attach(who: str) -> None:
-    """Strangers get nothing: other users, and processes that the job has not named."""
+    """Neither other users nor processes that the job has not named are given any memory."""
     if who == "other" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     with world(2, _waits_with_open_sockets) as running:
@@ -161,7 +161,7 @@ def test_another_user_cannot_read_what_is_published() -> None:
         with _as_nobody("reads", name) as stranger:
             assert stranger.communicate(timeout=30)[0].split() == ["0", "0"]
         assert stranger.returncode == 0 and publisher.readers() == []
-        reader = Reader(name)  # this user's own is let in
+        reader = Reader(name)  # processes of the same user are accepted
         assert publisher.readers() == [os.getpid()]
         reader.close()
     finally:
@@ -170,7 +170,8 @@ def test_another_user_cannot_read_what_is_published() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_what_another_user_publishes_is_not_read() -> None:
-    """A process that takes the name of this user's publication first is not trusted."""
+    """A process of another user that has taken the name of this user's publication is not trusted.
+    """
     name, plan = _publication()
     with _as_nobody("publishes", name) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"

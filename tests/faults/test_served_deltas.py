@@ -1,4 +1,4 @@
-"""Faults while the steps of a run are served: no score is of two steps, and service recovers."""
+"""Faults while the steps of a run are served: no score mixes two steps, and serving recovers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Served:
     """``oper serve`` in a process, and a client that sends requests continuously.
 
     Attributes:
-        steps: of the answers, in order.
+        steps: steps of the answers, in order.
         refused: errors.
-        torn: answers that are of no single step.
+        torn: answers that mix several steps.
     """
 
     def __init__(self, run: Path, **env: str) -> None:
@@ -82,13 +82,13 @@ class Served:
             self.steps.append(step)
 
     def says(self, words: str) -> str:
-        """The next line of the log with these words."""
+        """Return the next line of the log that contains `words`."""
         while words not in (line := self.lines.get(timeout=60)):
             pass
         return line
 
     def serves(self, step: int) -> bool:
-        """Whether the last answer is of that step."""
+        """Whether the last answer is of step `step`."""
         return self.steps[-1:] == [step]
 
     def close(self) -> None:
@@ -112,13 +112,13 @@ def serving(run: Path, **env: str) -> Iterator[Served]:
 
 
 def trained(folder: Path, steps: int, full_every: int) -> None:
-    """Continue a run until it has so many steps."""
+    """Continue a run up to step `steps`."""
     with world(1, train, str(folder), steps, full_every) as running:
         assert [running.receive(0), running.receive(0)][1] == steps
 
 
 def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> None:
-    """It is killed while it saves; the steps after it has resumed are served, too."""
+    """The run is killed while it saves; the steps after it has resumed are served, too."""
     rng, kills, steps = random.Random(3), 2, 120
     trained(tmp_path, 2, 1000)
     with serving(tmp_path) as served:
@@ -158,8 +158,8 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
 
 
 DELTAS = 3  # of a chain
-# What goes wrong after the first delta of a chain: where its next deltas arrive, by number, and the
-# words by which the server refuses the first wrong one.
+# Faults after the first delta of a chain: the source of each further delta, by number, and the text
+# with which the server refuses the first wrong one.
 HARMS: dict[str, tuple[dict[int, int], str]] = {
     "dropped": ({2: 2}, "000001 is missing, 000002 is there"),
     "doubled": ({0: 1, 1: 2}, "ranks, number, step"),
@@ -169,7 +169,7 @@ HARMS: dict[str, tuple[dict[int, int], str]] = {
 
 
 def copy(source: Path, to: Path, damaged: bool = False) -> None:
-    """Copy a folder and rename it when it is complete; with `damaged`, one bit is another."""
+    """Copy a folder and rename it when it is complete; with `damaged`, flip one bit."""
     aside = to.with_name("aside")
     shutil.copytree(source, aside)
     if damaged:
@@ -184,7 +184,8 @@ def copy(source: Path, to: Path, damaged: bool = False) -> None:
 
 
 def test_dropped_doubled_reordered_and_damaged_deltas(tmp_path: Path) -> None:
-    """Each is refused by name, nothing after it is served, and the next checkpoint heals."""
+    """Each such delta is refused by name, no delta after it is served, and serving continues with
+    the next checkpoint."""
     save_chains(tmp_path, len(HARMS) + 1, DELTAS)
     served_run = tmp_path / "served"
     served_run.mkdir()

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz FORMAT``: coverage-guided fuzzing of a file format (needs atheris).
 
-Arguments that it does not know go to libFuzzer, e.g. ``-max_total_time=600``.
+Unknown arguments are passed to libFuzzer, e.g. ``-max_total_time=600``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     corpus.mkdir(parents=True, exist_ok=True)
     for k, data in enumerate(targets.seeds(args.format)):
         (corpus / f"seed{k}").write_bytes(data)
-    # libFuzzer ends its process at once, whatever happens: another one clears up.
+    # libFuzzer ends its process without cleaning up; this process then removes the files.
     child = os.fork()
     if child:
         status = 1

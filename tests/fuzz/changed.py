@@ -1,9 +1,8 @@
-"""``python -m tests.fuzz.changed``: every format, on many modified good files.
+"""``python -m tests.fuzz.changed``: read every format from many modified valid files.
 
-Each format runs in a process of its own, which this one watches: it may raise OperError and nothing
-else, neither crash nor hang, nor ask for much memory. Executions are numbered, and a number says
-which bytes they had. With ``--json F`` what was done is kept there, and a later call goes on with
-other bytes.
+Each format runs in a process of its own, which this one monitors: it may only raise OperError, and
+must neither crash nor hang nor allocate much memory. The number of an execution determines its
+input. With ``--json F`` results are stored in F, and a later call continues with other inputs.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _SOURCE = Path(__file__).with_name("text.cpp")
 
 
 def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -> None:
-    """Executions up to `last` - 1 in this process, with its files in a folder that is not its own;
-    ends at a defect, which it tells."""
+    """Run executions up to `last` - 1 in this process, in the folder `files`; report a defect and
+    stop."""
     at, accepted = counts
     place(Path(files))
     warnings.simplefilter("ignore")
@@ -53,13 +52,13 @@ def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -
 
 
 def input_of(name: str, good: list[bytes], number: int) -> bytes:
-    """The bytes of an execution."""
+    """Return the input of an execution."""
     rng = random.Random(f"{name} {number}")
     return change(rng.choice(good), rng)
 
 
 def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
-    """Execute a format a number of times in total, and record the result in `case`."""
+    """Run a format until it has had `runs` executions in total, and record the result in `case`."""
     context = multiprocessing.get_context("spawn")
     at, accepted = context.Value("q", case["executions"]), context.Value("q", 0)
     began = time.monotonic()
@@ -89,10 +88,11 @@ def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
 
 
 def _watch(process: Any, at: Any, pauses: Pauses) -> str:
-    """Wait for the end; returns the defect if there is no progress.
+    """Wait for the end of a process; return the defect if it makes no progress.
 
-    Time in which this program was stopped does not count, nor time in which the process was ready
-    and got no processor: on a busy machine one of low priority may wait for a minute to start.
+    Time during which this program was stopped does not count, nor time during which the process was
+    ready to run but got no processor: on a busy machine, a process of low priority may wait a
+    minute for its start.
     """
     seen, idle = (at.value, pauses.count), 0.0
     then, used = time.monotonic(), 0.0
@@ -113,7 +113,8 @@ def _watch(process: Any, at: Any, pauses: Pauses) -> str:
 
 
 def _processor(pid: int) -> tuple[bool, float]:
-    """Whether a process's first thread runs or could, and the processor time of all of them, s."""
+    """Return whether the first thread of a process is running or ready, and the processor time of
+    all its threads, s."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended meanwhile
@@ -122,7 +123,8 @@ def _processor(pid: int) -> tuple[bool, float]:
 
 
 def build_native(folder: Path) -> Path | None:
-    """The sanitized fuzzer of the compiled parser; None without a compiler that can."""
+    """Build the sanitized fuzzer of the compiled parser; return None without a suitable compiler.
+    """
     compiler, program = shutil.which("g++") or shutil.which("clang++"), folder / "text"
     if compiler is None:
         return None
@@ -136,7 +138,7 @@ def build_native(folder: Path) -> Path | None:
 
 
 def run_native(runs: int, case: dict[str, Any]) -> None:
-    """The compiled parser of text, sanitized."""
+    """Fuzz the compiled text parser with sanitizers."""
     began, left = time.monotonic(), runs - case["executions"]
     if left <= 0:
         return

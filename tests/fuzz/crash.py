@@ -1,4 +1,4 @@
-"""An execution that crashes; a separate module, which a new process imports fast."""
+"""An execution that crashes; in a module of its own, which a new process imports quickly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from typing import Any
 
 
 def run(name: str, files: str, last: int, counts: Any, told: Any) -> None:
-    """In place of `tests.fuzz.changed._run`: leaves a file and dies."""
+    """Replace `tests.fuzz.changed._run`: leave a file behind and crash."""
     Path(files, "left").write_bytes(b"1")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Messages between memory domains: those of a peer in a training step, recorded and replayed.
 
-Virtual rank 0 trains one step with rank 1, which is another domain, and everything that rank 1
-sends is kept. Then the step is repeated with other bytes in place of it, by a new context of the
-kernels each time: an exchange that has failed stays so.
+Virtual rank 0 trains one step with rank 1, which is in another domain, and everything that rank 1
+sends is recorded. Then the step is repeated with other bytes in place of these messages, each time
+with a new context of the kernels, since an exchange that has failed stays failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _Recorder:
 
 
 class _Player:
-    """Returns `data` as rank 1's messages. At its end, rank 1 is gone: there is no message."""
+    """Returns `data` as the messages of rank 1. At the end of the data, rank 1 appears to be lost.
+    """
 
     at = CollectivePhase(0, 0)
 
@@ -89,10 +90,10 @@ class _Player:
 
 
 class Peer:
-    """Rank 0's tables, and what rank 1 has sent in a step.
+    """The tables of rank 0, and what rank 1 has sent in a step.
 
     Attributes:
-        recorded: all messages, one after another.
+        recorded: all messages, concatenated.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class Peer:
         for s in _SPECS:
             tables.write(s.name, torch.rand(s.num_rows, s.dim,
                                             generator=torch.Generator().manual_seed(1)))
-        tables.publish()
+        tables.flush_replicas()
         exchange = tables._exchange
         assert exchange is not None
         tables.handle = tables._create_context()  # its exchanges count from 0
@@ -119,7 +120,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[ShardedTables]:
-        """The tables with a context that has exchanged nothing yet."""
+        """Yield the tables with a context that has not exchanged anything yet."""
         tables, exchange = self._tables, self._tables._exchange
         assert exchange is not None
         before = tables.handle
@@ -129,7 +130,7 @@ class Peer:
         yield tables
 
     def step(self, data: bytes) -> None:
-        """Train a step with `data` for rank 1's messages; raises OperError if it is refused."""
+        """Train a step with `data` as rank 1's messages; raises OperError if they are refused."""
         with self._fresh() as tables:
             exchange = tables._exchange
             assert exchange is not None
@@ -139,5 +140,5 @@ class Peer:
 
 @functools.cache
 def peer() -> Peer:
-    """The instance of this process."""
+    """Return the instance of this process."""
     return Peer()

@@ -1,4 +1,4 @@
-"""What is fuzzed: one function per format, which takes any bytes and may only raise OperError."""
+"""The fuzz targets: one function per format, which takes any bytes and may only raise OperError."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from tests.fuzz import values
 from tests.fuzz.exchange import peer
 from tests.serve_support import SIGNATURE, random_request
 
-# In memory where there is such a place: millions of files are written.
+# On a file system in memory if there is one, since millions of files are written.
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 _places: list[Path] = []
 
 
 def place(given: Path | None = None) -> Path:
-    """The folder of the files: `given` from now on, else one created at the first call."""
+    """Return the folder of the files: `given` from now on, or one that the first call creates."""
     if given is not None:
         _places[:] = [given]
     if not _places:
@@ -70,7 +70,7 @@ def place(given: Path | None = None) -> Path:
 
 
 def remove_files() -> None:
-    """Remove everything."""
+    """Remove the folder of the files."""
     for folder in _places:
         shutil.rmtree(folder, ignore_errors=True)
     _places.clear()
@@ -84,14 +84,14 @@ def _file(name: str, data: bytes) -> Path:
 
 
 def manifest(data: bytes) -> None:
-    """Manifests of preprocessed folders, and the reads that follow."""
+    """Read manifests of preprocessed folders, and what they refer to."""
     folder = Folder.open(_file("manifest.json", data).parent)
     assert len(folder.tables(4)) == len(folder.num_rows)
     assert len(folder.bucket_labels) <= 1 << 15 and folder.ids_in_hotness_order in (True, False)
 
 
 def checkpoint(data: bytes) -> None:
-    """Descriptions of checkpoints."""
+    """Read descriptions of checkpoints."""
     folder = place() / "checkpoint"
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 10_000)
@@ -100,7 +100,7 @@ def checkpoint(data: bytes) -> None:
 
 
 def checksums(data: bytes) -> None:
-    """Checksums of checkpoints."""
+    """Read checksums of checkpoints."""
     folder = place() / "summed"
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 100)
@@ -109,13 +109,13 @@ def checksums(data: bytes) -> None:
 
 
 def delta(data: bytes) -> None:
-    """Parts of delta checkpoints."""
+    """Read parts of delta checkpoints."""
     put_rows(*read_part(_file("rank-00000-00000.npz", data)), [_tables()])
 
 
 @functools.cache
 def _tables() -> ShardedTables:
-    """A destination for a delta's rows and keys."""
+    """Make tables that take a delta's rows and keys."""
     specs = [TableSpec(t, 3, 2, (f,), optimizer="rowwise_adagrad") for t, f in ("tf", "dg")]
     tables = ShardedTables(uniform_plan(specs, 1), [("f", "t"), ("g", "d")],
                            ThreadGroup.create(1)[0], RowWiseAdagrad(lr=0.1))
@@ -136,7 +136,8 @@ class _Peers:
 
 
 def wire(data: bytes) -> None:
-    """Messages of the connections between ranks, and the greeting of whoever connects."""
+    """Receive messages on the connections between ranks, and the handshake of a connecting process.
+    """
     peers, (here, there) = _Peers(), socket.socketpair()
     with here, there:
         there.sendall(data[:4096])
@@ -152,7 +153,7 @@ def wire(data: bytes) -> None:
 
 
 def parquet(data: bytes) -> None:
-    """Parquet files of preprocessed folders."""
+    """Read Parquet files of preprocessed folders."""
     folder = place() / "parquet"
     if not folder.exists():
         seeds("parquet")
@@ -163,12 +164,13 @@ def parquet(data: bytes) -> None:
 
 
 def exchange(data: bytes) -> None:
-    """What a rank of another memory domain sends, see `tests.fuzz.exchange`."""
+    """Receive the messages of a rank in another memory domain, see `tests.fuzz.exchange`."""
     peer().step(data)
 
 
 def request(data: bytes) -> None:
-    """Requests to the scoring server: two bytes for the length of the header, then the message."""
+    """Decode requests to the scoring server: two bytes with the length of the header, then the
+    message."""
     serve_wire.decode_request(data[2:], int.from_bytes(data[:2], "little"),
                               SIGNATURE).check(SIGNATURE)
 
@@ -203,9 +205,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def one(name: str, data: bytes) -> bool:
-    """Run one input; returns whether it was accepted. Raises every error except OperError.
+    """Run one input; return whether it was accepted.
 
-    Also raises an OperError for lack of memory: few bytes must not require much.
+    Raises every error except OperError, and an OperError for lack of memory: a short input must not
+    need much memory.
     """
     try:
         TARGETS[name](data)
@@ -220,8 +223,8 @@ def one(name: str, data: bytes) -> bool:
 
 
 def change(good: bytes, rng: random.Random) -> bytes:
-    """Some bytes of a file changed, cut out or doubled; half of the archives with new checksums,
-    half of the texts of JSON and TOML with other values instead."""
+    """Change, cut out or double some bytes of a file; half of the archives get new checksums, and
+    half of the JSON and TOML texts get other values instead."""
     if rng.random() < 0.5:
         if good.startswith(b"PK"):
             return _change_member(good, rng)
@@ -253,7 +256,7 @@ def _change_member(good: bytes, rng: random.Random) -> bytes:
 
 
 def seeds(name: str) -> list[bytes]:
-    """Good files of a format, and similar ones, as the initial corpus."""
+    """Return valid files of a format and variants of them, as the initial corpus."""
     from tests.support import mixed_plan
 
     if name in ("arrays", "checksums"):
@@ -294,8 +297,11 @@ def seeds(name: str) -> list[bytes]:
 
 
 def _parquet() -> list[bytes]:
-    """A label, a dense column, ids and bags of ids: the reader treats every column of a kind alike,
-    and a file with few of them is read many times as often."""
+    """Write a label, a dense column, ids and bags of ids.
+
+    The reader treats all columns of a kind alike, and a file with few columns can be read many
+    times as often.
+    """
     folder = place() / "parquet"
     shutil.rmtree(folder, ignore_errors=True)
     lines = [f"{k % 2},{k / 7},u{k % 5},{'|'.join(f't{k % n}' for n in range(1, k % 4 + 1))}"
@@ -306,7 +312,7 @@ def _parquet() -> list[bytes]:
                PreprocessOptions(valid="0", test="0", min_count=1))
     (file,) = (folder / "train").glob("*.parquet")
     good = file.rename(folder / "train" / "part-00000.parquet").read_bytes()
-    # Without checksums of pages their contents, too, come to whoever decodes them.
+    # Without checksums of pages, damaged contents also reach the decoder.
     bare = io.BytesIO()
     pq.write_table(pq.ParquetFile(io.BytesIO(good)).read(), bare, write_page_checksum=False)
     return [good, bare.getvalue()]
@@ -369,5 +375,5 @@ def _description() -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """One line about a defect."""
+    """Describe a defect in one line."""
     return f"{type(error).__name__}: {error}"

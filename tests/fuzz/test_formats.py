@@ -1,4 +1,4 @@
-"""Every format, on random bytes and modified good files; defects that fuzzing has found."""
+"""Every format, read from random bytes and modified valid files; defects that fuzzing has found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bytes_from_nowhere(name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_changed_files(name: str) -> None:
-    """A good file with some bytes changed, cut out or doubled."""
+    """Read a valid file with some bytes changed, cut out or doubled."""
     rng = random.Random(name)
     good = seeds(name)
     for data in good:
@@ -62,7 +62,7 @@ def test_a_crash_is_a_defect_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch
 
 
 def test_changed_lines_of_text(tmp_path: Path) -> None:
-    """The compiled parser, with the sanitizers of addresses and of undefined behaviour."""
+    """Run the compiled parser with the sanitizers of addresses and of undefined behaviour."""
     program = changed.build_native(tmp_path)
     if program is None:
         pytest.skip("no compiler with sanitizers")
@@ -72,7 +72,7 @@ def test_changed_lines_of_text(tmp_path: Path) -> None:
 
 
 def _archive(header: bytes) -> bytes:
-    """An array file whose member has the given header."""
+    """Return an array file whose member has the given header."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(seeds("arrays")[0])) as before, \
             zipfile.ZipFile(out, "w") as after:
@@ -92,14 +92,14 @@ CASES: list[tuple[str, bytes]] = [
 ]
 
 
-# Of many levels: the parsers' own recursion, and the values of a message.
+# Deeply nested: the parsers' own recursion, and the values of a message.
 NESTED = {"json": lambda n: b'{"kind": ' + b"[" * n + b"]" * n + b"}",
           "toml": lambda n: b"name = " + b"[" * n + b"]" * n + b"\n"}
 CASES += [(name, NESTED[kind](n)) for n in (300, 900, 980, 100_000) for kind, names in (
     ("json", ("plan", "manifest", "constraints", "request")),
     ("toml", ("topology", "recipe", "configuration", "workload"))) for name in names]
 CASES += [("workload", b"table = [1]"), ("workload", b"[[table]]\nname = 'a'\nrows = inf\n")]
-# A few bytes that stood for very many columns, ranks or tables, or for a number as long.
+# A few bytes that declare very many columns, ranks or tables, or a very long number.
 _COLUMN = "name = 'r'\n[[column]]\nname = '{}'\nkind = 'sparse'\n"
 _DOMAIN = "name = 't'\n[[domain]]\nmemory_bytes = 5\nread_gbps = "
 _TABLE = "[[table]]\nname = 'a'\nrows = "
@@ -109,7 +109,7 @@ CASES += [(name, text.encode()) for name, text in (
     ("topology", _DOMAIN + "1.0\ncopies = 1000000000\n"),
     ("topology", _DOMAIN + "1.0\nranks = 1000000000\n"),
     ("workload", _TABLE + "9\ncount = 1000000000\n"))]
-# Values of another type, or past what a reader counts with.
+# Values of another type, or beyond the range of a reader's integers.
 CASES += [(name, text.encode()) for name, text in (
     *(("recipe", _COLUMN + line) for line in (
         "source = 3", "threshold = 'x'", "threshold = [1]", f"threshold = 1{'0' * 400}")),
@@ -121,12 +121,12 @@ CASES += [(name, text.encode()) for name, text in (
 
 
 def _with_value(name: str, key: str, value: str) -> bytes:
-    """A good JSON file with a key's number replaced."""
+    """Return a valid JSON file with the number of a key replaced."""
     return re.sub(rf'("{key}": ?)[-0-9.e]+'.encode(), rb"\g<1>" + value.encode(), seeds(name)[0])
 
 
 def _with_header(name: str, change: dict[str, Any]) -> bytes:
-    """A good array file with a changed header."""
+    """Return a valid array file with a changed header."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(seeds(name)[0])) as before, zipfile.ZipFile(out, "w") as after:
         for member in before.namelist():
@@ -152,7 +152,7 @@ CHANGED: list[tuple[str, Callable[[], bytes]]] = [
 
 @pytest.mark.parametrize("name, make", CHANGED)
 def test_what_changed_values_found(name: str, make: Callable[[], bytes]) -> None:
-    """All of these once raised Python's own errors."""
+    """These inputs once raised errors other than OperError."""
     assert make() != seeds(name)[0]
     assert not one(name, make())
 
@@ -180,7 +180,7 @@ def test_a_manifest_that_calls_bags_single_ids() -> None:
 
 @pytest.mark.parametrize("value", [0x7fffffff, 0xfffffffe, 3])
 def test_every_word_of_a_peer(value: int) -> None:
-    """Numbers of ids beyond any memory once raised MemoryError, which no peer learned of."""
+    """Numbers of ids beyond any memory once raised MemoryError, of which no peer was notified."""
     (good,) = seeds("exchange")
     changed_words = (good[:at] + struct.pack("<I", value) + good[at + 4:]
                      for at in range(0, len(good) - 3, 4))

@@ -1,4 +1,5 @@
-"""Values of JSON and TOML texts replaced by others, which a parser passes to a reader."""
+"""Replace values of JSON and TOML texts by others that a parser accepts and passes on to a reader.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 _PREFIX = 2  # bytes before a request's header: its length
 
-# Of every type, at and past the ends of what readers count with.
+# Values of every type, at and beyond the limits of readers' integers.
 _STRANGE: tuple[Any, ...] = (
     0, 1, -1, 2, 5, 127, 128, 32768, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -2**63,
     10**30, 10**400, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e18, 1e308, math.inf, -math.inf, math.nan,
@@ -23,8 +24,8 @@ _STRANGE: tuple[Any, ...] = (
 
 
 def exchange(good: bytes, rng: random.Random) -> bytes | None:
-    """The text with one to three of its values exchanged, left out or doubled; None where `good` is
-    no JSON or TOML."""
+    """Return the text with one to three values replaced, left out or doubled; None if `good` is
+    neither JSON nor TOML."""
     parsed = _parse(good)
     if parsed is None:
         return None
@@ -44,7 +45,7 @@ def exchange(good: bytes, rng: random.Random) -> bytes | None:
 
 @functools.lru_cache(maxsize=64)
 def _parse(good: bytes) -> tuple[str, dict[str, Any], bytes] | None:
-    """Language, object, and the bytes that follow a request's header."""
+    """Return the language, the parsed object, and the bytes that follow a request's header."""
     length = int.from_bytes(good[:_PREFIX], "little")
     for language, text, rest in (
             ("json", good, b""),
@@ -92,7 +93,7 @@ def _exchange_one(value: dict[str, Any], rng: random.Random) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML, on one line; None, which TOML lacks, as an empty string."""
+    """Format a value in TOML on one line; None, which TOML lacks, becomes an empty string."""
     if isinstance(value, dict):
         inside = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())
         return f"{{{inside}}}"

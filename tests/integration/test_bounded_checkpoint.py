@@ -69,7 +69,7 @@ def _halves(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], to
     return COMMITTED, full.full_tensor() if hasattr(full, "full_tensor") else full
 
 
-def test_a_rank_reads_only_chunks_that_it_owns_rows_of(tmp_path: Path) -> None:
+def test_a_rank_reads_only_chunks_with_rows_that_it_owns(tmp_path: Path) -> None:
     plain = torch.nn.ModuleDict({n: torch.nn.Embedding(500, 8) for n in ("halves", "stripes")})
     whole = str(tmp_path / "whole")
     dcp.save(dict(plain.state_dict()), checkpoint_id=whole, no_dist=True)
@@ -145,7 +145,7 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
     for action in (lambda: oper.load_checkpoint(folder + "-plain", model), load):
         for part in ("rows", "momentum1"):
             tables.write("0", torch.zeros(ROWS, DIM), part=part)
-        tables.publish()
+        tables.flush_replicas()
         found.append(_peak(action))
         for got, rows in zip((tables.read("0", 5, 9), tables.read("0", 5, 9, "momentum1")), want,
                              strict=True):
@@ -155,7 +155,7 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
-def test_memory_is_a_few_chunks(tmp_path: Path) -> None:
+def test_peak_memory_is_a_few_chunks(tmp_path: Path) -> None:
     table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
     for save, load, plain, plain_load, *pieces in run_world(2, _peaks, str(tmp_path / "c")):
         assert max(save, load) <= 4 * chunk + slack, "in chunks"
@@ -266,8 +266,8 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:no access statistics")
 @pytest.mark.parametrize("value", [np.float32(0.5), np.arange(3), Path("x"), (1, np.int64(2)),
                                    lambda: 1], ids=lambda value: type(value).__name__)
-def test_what_no_load_would_take_is_not_saved(value: Any, tmp_path: Path) -> None:
-    """It would replace a good checkpoint by one that cannot be read."""
+def test_values_that_cannot_be_loaded_are_not_saved(value: Any, tmp_path: Path) -> None:
+    """Saving them would replace a good checkpoint by one that cannot be loaded."""
     model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
     dense = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     good = {"step": 1, "seen": (1, 2.5), "at": torch.Size([3]), "names": {"a"}}

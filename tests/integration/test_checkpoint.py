@@ -47,7 +47,7 @@ def unbroken() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The same by `oper.save_checkpoint`, under a plan that pushes and splits columns."""
+    """Return the same, saved by `oper.save_checkpoint` under a plan with push and columns."""
     folder = tmp_path_factory.mktemp("in_chunks") / "two"
     return folder, run_ranks(go_on, 2, 101, range(3), None, str(folder))
 
@@ -98,8 +98,8 @@ def test_two_ranks_resume_bitwise(how: str, plan: int, others: tuple[int, ...],
 
 @pytest.mark.parametrize("how, world_size, plan", [
     ("saved", 1, 5), ("saved", 4, 2), ("in_chunks", 1, 2), ("in_chunks", 4, 103)])
-def test_another_world_goes_on(how: str, world_size: int, plan: int, tmp_path: Path,
-                               request: pytest.FixtureRequest) -> None:
+def test_another_world_size_resumes(how: str, world_size: int, plan: int, tmp_path: Path,
+                                    request: pytest.FixtureRequest) -> None:
     folder, held = request.getfixturevalue(how)
     chunk, place = CHUNK if how == "in_chunks" else None, str(tmp_path / "there")
     there = run_ranks(go_on, world_size, plan, range(3, 3), str(folder), place, chunk)
@@ -111,7 +111,7 @@ def test_another_world_goes_on(how: str, world_size: int, plan: int, tmp_path: P
                     request.getfixturevalue("unbroken"), "training")
 
 
-def test_a_chunked_checkpoint_reads_without_oper(in_chunks: Any) -> None:
+def test_a_chunked_checkpoint_is_readable_without_oper(in_chunks: Any) -> None:
     folder, held = in_chunks
     found = read(folder)
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
@@ -198,13 +198,13 @@ def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_failed_load_on_all_ranks_leaves_them_alive(saved: Any) -> None:
+def test_ranks_survive_a_failed_load(saved: Any) -> None:
     with pytest.raises((RankFailedError, InvalidInputError)):
         run_ranks(go_on, 2, 1, range(0), str(saved[0]) + "-none", None, None)
     run_ranks(go_on, 2, 1, range(0), str(saved[0]), None, None)
 
 
-def test_a_plain_value_of_a_damaged_checkpoint_is_unknown(tmp_path: Path) -> None:
+def test_extra_values_of_damaged_checkpoints_are_none(tmp_path: Path) -> None:
     """torch raises a BaseException, which would end a server that watches the folder."""
     folder = tmp_path / "one"
     dcp.save({"extra": {"numbering": "abc"}}, checkpoint_id=folder, no_dist=True)

@@ -118,7 +118,7 @@ def _train(model: nn.Module, rank: int, steps: range) -> None:
 # TorchRec keeps one state per column piece under column_wise, see below.
 @pytest.mark.parametrize("kind, parts", [
     ("table_wise", "both"), ("row_wise", "both"), ("column_wise", "model")])
-def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
+def test_checkpoints_between_torchrec_and_oper(kind: str, parts: str, tmp_path: Path) -> None:
     """OPER continues TorchRec's training with equal results; TorchRec loads OPER's checkpoint."""
     first, second, third = (str(tmp_path / n) for n in ("torchrec", "oper", "back"))
     theirs = run_world(2, run, kind, None, first, parts)
@@ -137,13 +137,13 @@ def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
 
 
 def _step(model: nn.Module, rank: int) -> None:
-    """Return output gradients that do not depend on the rows and differ between columns."""
+    """Train on output gradients that do not depend on the rows and differ between columns."""
     out = model(batch_of(0, rank))
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(rank)))
 
 
 def _planned(rank: int, world_size: int, kind: str, load: str | None, save: str) -> torch.Tensor:
-    """As `run`, with OPER's planner and nothing trained after a load; the outputs."""
+    """Like `run` with OPER's planner, but without training after a load; return the outputs."""
     model, optimizer = by_oper(world_size, 0) if kind == "oper" else by_torchrec(kind, 0)
     if load is None:
         _step(model, rank)
@@ -159,7 +159,7 @@ def _planned(rank: int, world_size: int, kind: str, load: str | None, save: str)
         return model(batch_of(9, rank)).clone()
 
 
-def test_column_wise_state_both_ways(tmp_path: Path) -> None:
+def test_column_wise_state_is_converted_both_ways(tmp_path: Path) -> None:
     """TorchRec's state of column shards becomes the state of the row, and vice versa."""
     first, second, third, fourth = (str(tmp_path / n) for n in ("cw", "oper", "back", "again"))
     theirs = run_world(2, _planned, "column_wise", None, first)
@@ -180,9 +180,9 @@ def test_column_wise_state_both_ways(tmp_path: Path) -> None:
     assert_bitwise(read(fourth), after, "there and back, on one rank")
 
 
-def test_the_state_of_a_row_is_the_unsharded_one(tmp_path: Path) -> None:
-    """Column-wise training, taken over, has the momentum of table-wise training of its gradients:
-    after one step from the same rows."""
+def test_converted_column_wise_state_equals_table_wise_state(tmp_path: Path) -> None:
+    """After one step from the same rows, the momentum of column-wise training, loaded into OPER,
+    equals that of table-wise training."""
     folders = [str(tmp_path / n) for n in ("tw", "cw", "oper")]
     for kind, folder in zip(("table_wise", "column_wise"), folders, strict=False):
         run_world(2, _planned, kind, None, folder)
@@ -209,9 +209,12 @@ def test_other_shapes_of_states_are_refused(tmp_path: Path) -> None:
 
 
 def _small_gradients(rank: int, world_size: int) -> list[torch.Tensor]:
-    """What steps change in the outputs when gradients are of the size of eps and nobody names it:
-    of TorchRec's sharded tables (whose rows differ: it draws its own), of OPER's by a tag and by an
-    argument, and of unsharded ones under TorchRec's class, which is told FBGEMM's eps."""
+    """Return the changes of the outputs by two steps with gradients of the size of the default eps.
+
+    They are of TorchRec's sharded tables (whose initial rows differ), of OPER's with a tag and with
+    an argument, all without an eps, and of unsharded tables under TorchRec's class with FBGEMM's
+    eps.
+    """
     theirs, _ = by_torchrec("table_wise", 0, lr=LR)
     ours = Model(0)
     _apply_optimizer_in_backward(RowWiseAdagrad, ours.bags.parameters(), {"lr": LR})
@@ -237,7 +240,7 @@ def _small_gradients(rank: int, world_size: int) -> list[torch.Tensor]:
     return changes
 
 
-def test_nobody_names_an_eps_and_all_take_torchrecs() -> None:
+def test_the_default_eps_is_torchrecs() -> None:
     for theirs, tagged, argument, unsharded in run_world(2, _small_gradients):
         for other in (tagged, argument, unsharded):
             torch.testing.assert_close(other, theirs, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from tests.support import damage_record
 
 
 def test_every_flipped_bit_inside_a_record_is_found() -> None:
-    """In any record; torch itself loads most of these files."""
+    """torch itself loads most of these files without an error."""
     data = io.BytesIO()
     torch.save({"weight": torch.arange(40.0), "steps": 3}, data)
     whole = data.getvalue()
@@ -41,7 +41,7 @@ def test_every_flipped_bit_inside_a_record_is_found() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 30, 200, -1, -40])
-def test_a_cut_archive_is_refused(size: int) -> None:
+def test_a_truncated_archive_is_refused(size: int) -> None:
     data = io.BytesIO()
     torch.save({"weight": torch.arange(40.0)}, data)
     with pytest.raises(FileFormatError, match="damaged or of another kind"):
@@ -60,8 +60,7 @@ def test_an_archive_without_checksums_is_refused() -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, 64 << 20])
-def test_a_checkpoint_without_its_checksums_is_verified_all_the_same(
-        chunk_bytes: int, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_checksum_file_is_verified(chunk_bytes: int, tmp_path: Path) -> None:
     """Checkpoints that torch wrote without OPER, in which every value is an archive."""
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(64, 8), torch.nn.Linear(8, 1))
     rows = model[0].weight.detach().clone()

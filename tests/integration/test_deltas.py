@@ -55,8 +55,8 @@ def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
 
 
 @pytest.mark.parametrize("world_size, plan", [(1, 3), (2, 101), (2, 5)])
-def test_a_checkpoint_and_its_deltas_are_the_run(world_size: int, plan: int, tmp_path: Path
-                                                 ) -> None:
+def test_a_checkpoint_and_its_deltas_restore_the_run(world_size: int, plan: int, tmp_path: Path
+                                                     ) -> None:
     """The state is bit-identical, under other plans and world sizes, and after further steps."""
     folder = str(tmp_path / "c")
     held = run_ranks(saved_run, world_size, plan, folder, 5)
@@ -74,7 +74,7 @@ def test_a_checkpoint_and_its_deltas_are_the_run(world_size: int, plan: int, tmp
                        "as without a break")
 
 
-def test_without_a_rank_a_delta_is_not_there(tmp_path: Path) -> None:
+def test_a_delta_that_one_rank_did_not_write_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     after = run_ranks(saved_run, 2, 101, str(folder), 5, 1)  # rank 1 wrote nothing of the last
     assert [d.is_complete for d in find(folder, folder)] == [True, True, False]
@@ -138,7 +138,7 @@ def test_a_damaged_delta_is_reported(chain: Path, tmp_path: Path, harm: str) -> 
         _load(tmp_path / "x" / "c")
 
 
-def test_deltas_of_another_checkpoint_are_not_taken(chain: Path, tmp_path: Path) -> None:
+def test_deltas_of_another_checkpoint_are_ignored(chain: Path, tmp_path: Path) -> None:
     """As after a crash immediately after a new full checkpoint."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
@@ -149,7 +149,7 @@ def test_deltas_of_another_checkpoint_are_not_taken(chain: Path, tmp_path: Path)
     assert len(list((tmp_path / "x" / "c.deltas").iterdir())) == 1  # of the new one
 
 
-def test_the_checkpoint_before_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
+def test_the_previous_checkpoint_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
     """As after a crash between the two renames of a full checkpoint."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
@@ -172,8 +172,7 @@ def touch(model: nn.Module, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore")
-def test_one_row_in_a_hundred_costs_at_most_three_hundredths(dtype: torch.dtype, tmp_path: Path
-                                                             ) -> None:
+def test_a_delta_of_one_percent_of_rows_is_small(dtype: torch.dtype, tmp_path: Path) -> None:
     num_rows = 100_000
     model = bag(num_rows, 32, dtype)
     with DeltaCheckpoints(tmp_path / "c", model, memory_bytes=200_000) as saver:
@@ -197,7 +196,7 @@ def test_one_row_in_a_hundred_costs_at_most_three_hundredths(dtype: torch.dtype,
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rows_written_by_hand_make_the_next_one_whole(tmp_path: Path) -> None:
+def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
     model = bag(1000, 4)
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
         saver.save(1, {"step": 1})  # the first one is whole
@@ -213,9 +212,8 @@ def test_rows_written_by_hand_make_the_next_one_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_delta_that_cannot_be_written_is_reported_and_a_whole_one_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*part: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -241,8 +239,8 @@ def test_a_delta_that_cannot_be_written_is_reported_and_a_whole_one_helps(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_loop_goes_on_while_a_delta_is_written(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_delta_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
     """A delta has the rows at the time of the call of `save`, even if the disk is slow."""
     model, go = bag(1000, 4), threading.Event()
     write = module.write_part

@@ -50,7 +50,7 @@ def loaded(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     (101, 1, 0, 32), (105, 3, 2, 8)])
 def test_a_delta_has_the_rows_of_its_step(plan: int, every: int, delay: int, bits: int,
                                           tmp_path: Path) -> None:
-    """Also between two synchronizations, while rows are on their way, and if they are rounded."""
+    """Covers deltas between synchronizations, while rows are being sent, and of rounded rows."""
     last = run_ranks(trained, 4, plan, str(tmp_path), every, delay, bits)
     chain = find(tmp_path / "run", tmp_path / "run")
     assert [(d.step, d.since, d.world_size, d.is_complete) for d in chain] == [

@@ -46,7 +46,7 @@ def test_interaction_and_its_gradients(samples: int, features: int, dim: int) ->
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-4, msg=name)
 
 
-def test_a_samples_numbers_do_not_depend_on_the_others() -> None:
+def test_a_sample_does_not_depend_on_the_others() -> None:
     torch.manual_seed(1)
     dense, sparse = torch.randn(70, 24), torch.randn(70, 9, 24)
     whole = DotInteraction(9)(dense, sparse)
@@ -54,7 +54,7 @@ def test_a_samples_numbers_do_not_depend_on_the_others() -> None:
         assert torch.equal(DotInteraction(9)(dense[b:b + 1], sparse[b:b + 1])[0], whole[b])
 
 
-def test_the_operator_is_a_good_citizen_of_torch() -> None:
+def test_the_operator_passes_opcheck() -> None:
     DotInteraction(3)(torch.randn(2, 8), torch.randn(2, 3, 8))  # registers its gradient
     arguments = torch.randn(4, 8, requires_grad=True), torch.randn(4, 3, 8, requires_grad=True)
     torch.library.opcheck(torch.ops.oper.dot_interaction.default, arguments)
@@ -71,7 +71,7 @@ def _lean(seed: int = 0) -> Any:
     return model
 
 
-def test_a_dlrm_that_copies_less_is_the_same_model() -> None:
+def test_copy_less_keeps_outputs_and_gradients() -> None:
     plain, lean = make_dlrm(3), _lean(3)
     assert type(lean.model.sparse_arch) is PooledRows
     assert type(lean.model.inter_arch) is DotInteraction
@@ -86,7 +86,7 @@ def test_a_dlrm_that_copies_less_is_the_same_model() -> None:
         assert_near(p.grad, wanted[name].grad, name)
 
 
-def test_other_parts_stay_as_they_are() -> None:
+def test_copy_less_keeps_subclasses() -> None:
     class Own(InteractionArch):
         pass
 
@@ -104,7 +104,7 @@ def test_under_autocast_products_are_float32() -> None:
     assert torch.equal(out, DotInteraction(3)(dense.float(), sparse))
 
 
-def test_features_in_another_order_are_put_in_order() -> None:
+def test_features_in_another_order_are_reordered() -> None:
     model: DLRM = make_dlrm(2).model
     pooled = model.sparse_arch.embedding_bag_collection
 
@@ -172,7 +172,7 @@ def _average(rank: int, world_size: int, bucket_mb: float) -> None:
 
 
 @pytest.mark.parametrize("world_size,bucket_mb", [(2, 25), (3, 0.0001)])
-def test_gradients_are_those_of_messages(world_size: int, bucket_mb: float) -> None:
+def test_averages_in_shared_memory_equal_ddps(world_size: int, bucket_mb: float) -> None:
     run_world(world_size, _average, bucket_mb)
 
 

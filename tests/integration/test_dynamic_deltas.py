@@ -84,7 +84,7 @@ def one_key(model: Any, *keys: int) -> None:
     model(torch.tensor([keys])).sum().backward()
 
 
-def test_lost_keys_are_deleted(tmp_path: Path) -> None:
+def test_deltas_delete_lost_keys(tmp_path: Path) -> None:
     """A key that another one replaces, one that outlives its time to live, and a counted key that
     gets a row."""
     model = shard(bag(3), oper.DynamicTable(time_to_live=2))
@@ -132,7 +132,7 @@ def test_a_chain_ends_when_the_time_to_live_changes(tmp_path: Path) -> None:
             ] == [2, 0, 1, 0]
 
 
-def test_a_slot_that_becomes_free(tmp_path: Path) -> None:
+def test_deltas_free_slots(tmp_path: Path) -> None:
     """A key whose time is over returns, and must be counted again before it gets a row."""
     model = shard(bag(5), oper.DynamicTable(admit_after=2, time_to_live=2))
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
@@ -154,7 +154,7 @@ def test_a_slot_that_becomes_free(tmp_path: Path) -> None:
         assert_same(state_of(model), want, "loaded")
 
 
-def test_a_row_that_is_only_new_is_in_the_delta(tmp_path: Path) -> None:
+def test_deltas_have_new_rows_that_no_update_touched(tmp_path: Path) -> None:
     """A new key's row is initialised after its first update, which does not touch the row."""
     model = shard(bag(20), oper.DynamicTable(init_bound=0.5))
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
@@ -197,7 +197,7 @@ def test_keys_that_do_not_fit_are_refused(harm: str, tmp_path: Path) -> None:
         saver.load()
 
 
-def test_a_delta_costs_what_has_changed(tmp_path: Path) -> None:
+def test_deltas_of_keys_are_small(tmp_path: Path) -> None:
     """One key in a hundred, with its count and clock, at most three hundredths of the bytes."""
     num_rows = 20_000
     torch.manual_seed(0)

@@ -96,8 +96,8 @@ def _refuse(rank: int, world_size: int, harm: str) -> str:
 
 
 @pytest.mark.parametrize("harm, message", [("late", "have lost their rows"), ("guard", "gradient")])
-def test_a_refused_update_ends_on_all_hosts(harm: str, message: str) -> None:
-    """A rank refuses before or after the exchange of keys: the others learn which one."""
+def test_a_refused_update_raises_on_all_hosts(harm: str, message: str) -> None:
+    """A rank refuses before or after the exchange of keys; errors of the others name it."""
     refused, *others = run_world(3, _refuse, harm, labels="abb")
     assert message in refused
     for said in others:
@@ -108,7 +108,7 @@ def seen(parts: list[list[int]], counts: list[int], missed: list[int]) -> Seen:
     return torch.tensor(counts), torch.tensor(missed, dtype=torch.int64), torch.tensor(parts)
 
 
-def test_messages_hold_what_was_seen() -> None:
+def test_messages_contain_seen_keys() -> None:
     first = seen([[0, 0, 4, 1, 2, 0], [1, 4, 6, 2, 0, 0]], [10, 11, -1, -1, -1, -1], [7, 8, 9])
     second = seen([[1, 0, 3, 0, 1, 1]], [12, -1, -1], [])
     found = unpack(pack([first, second]), torch.tensor([64, 64]))
@@ -122,7 +122,7 @@ def test_messages_hold_what_was_seen() -> None:
 @pytest.mark.parametrize("at, value", [
     (0, 2), (0, -1), (0, 1 << 60), (1, 1), (1, -1), (2, 1), (4, 3), (4, -1), (5, 1 << 40), (5, -2),
     (7, 64), (8, 0xFFFFFFFF)])
-def test_messages_that_fit_no_table_are_refused(at: int, value: int) -> None:
+def test_invalid_messages_are_refused(at: int, value: int) -> None:
     words = pack([seen([[0, 0, 4, 1, 2, 0]], [10, 11], [7])])
     assert unpack(words, torch.tensor([64])) is not None
     words[at] = value

@@ -41,7 +41,7 @@ def _late_on_rank_0(rank: int, world_size: int) -> tuple[list[str], int, torch.T
     return told, model.tables.num_steps, model.tables.read("weight")
 
 
-def test_a_batch_that_one_rank_refuses_is_left_out_by_all() -> None:
+def test_a_batch_that_one_rank_refuses_is_skipped_by_all() -> None:
     (mine, steps, rows), (theirs, their_steps, their_rows) = run_world(2, _late_on_rank_0)
     assert "lost their rows" in mine[0] and "rank" in theirs[0]
     assert steps == their_steps == 3
@@ -78,7 +78,7 @@ def test_lookups_wait_for_an_update() -> None:
     assert found
 
 
-def test_tables_of_one_rule_begin_unlike() -> None:
+def test_tables_with_equal_settings_have_different_new_rows() -> None:
     model = shard(nn.ModuleDict({"user": bag(), "item": bag()}), oper.DynamicTable(init_bound=0.5))
     key = torch.tensor([[7]])
     (model["user"](key).sum() + model["item"](key).sum()).backward()
@@ -120,7 +120,7 @@ def test_rows_are_loaded_with_their_keys_or_not_at_all() -> None:
     assert torch.equal(other(keys_of(0)), model(keys_of(0)))
 
 
-def test_statistics_of_keys_do_not_say_which_rows_are_hot() -> None:
+def test_plans_from_key_statistics_know_no_hot_rows() -> None:
     """Hot keys may have any row: a plan knows the default row and how many rows are how hot."""
     counted = oper.stats.AccessStats(100, {"weight": oper.stats.TableStats(
         9, head_ids=[7], head_counts=[500], tail_values=[0, 1], tail_num_rows=[2, 6],
@@ -164,7 +164,7 @@ def _one_row(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     return record, [c.occupied, c.admitted, c.evicted, c.refused]
 
 
-def test_one_row_of_many_ranks() -> None:
+def test_a_table_of_one_row_on_many_ranks() -> None:
     for world_size in (1, 2):
         found = run_world(world_size, _one_row)
         assert all(x == found[0] for x in found)
@@ -174,12 +174,12 @@ def test_one_row_of_many_ranks() -> None:
         assert [admitted, evicted] == [3, 2] and refused == world_size * 501 - 2
 
 
-def test_bounds_are_numbers_of_rows() -> None:
+def test_init_bounds_must_fit_float32() -> None:
     with pytest.raises(InvalidInputError, match="init_bound"):
         oper.DynamicTable(init_bound=1e39)
 
 
-def test_a_row_that_came_back_is_another_one() -> None:
+def test_a_key_that_lost_and_regained_its_row() -> None:
     """A key lost its row and got the same row again: the gradient is for the earlier assignment."""
     model = shard(bag(2), ONE_ROW)
     _train(model, 1)
@@ -193,7 +193,7 @@ def test_a_row_that_came_back_is_another_one() -> None:
     _train(model, 1)
 
 
-def test_a_row_that_nobody_got_is_lost_as_well() -> None:
+def test_an_expired_key_has_lost_its_row() -> None:
     """A key seen again after its time to live has no row until it is admitted again."""
     model = shard(bag(3), oper.DynamicTable(time_to_live=1, admit_after=2))
     _train(model, 7, 7)
@@ -206,7 +206,7 @@ def test_a_row_that_nobody_got_is_lost_as_well() -> None:
         late.sum().backward()
 
 
-def test_gradients_of_keys_that_were_loaded_over_are_refused() -> None:
+def test_gradients_of_lookups_before_a_load_are_refused() -> None:
     model = shard(bag(3), oper.DynamicTable())
     _train(model, 1)
     state = model.state_dict()
@@ -217,7 +217,7 @@ def test_gradients_of_keys_that_were_loaded_over_are_refused() -> None:
     _train(model, 1)
 
 
-def test_many_lookups_wait_for_one_update() -> None:
+def test_backward_passes_of_earlier_lookups() -> None:
     """Backward passes of earlier lookups are allowed while their rows belong to the same keys."""
     model = shard(bag(4), oper.DynamicTable())
     _train(model, 1, 2)
@@ -233,7 +233,7 @@ def test_many_lookups_wait_for_one_update() -> None:
     assert not model.tables.keys._history._updates
 
 
-def test_new_rows_are_only_read_while_lookups_wait() -> None:
+def test_the_row_history_is_recorded_only_if_needed() -> None:
     """Steps with one lookup each do not pay for the record of which rows have other keys."""
     model = shard(bag(4), oper.DynamicTable())
     history = model.tables.keys._history
@@ -249,7 +249,7 @@ def test_new_rows_are_only_read_while_lookups_wait() -> None:
     assert reads == [6, 7]
 
 
-def test_tables_of_one_rule_admit_unlike() -> None:
+def test_tables_with_equal_settings_admit_different_keys() -> None:
     rule = oper.DynamicTable(admit_probability=0.5)
     model = shard(nn.ModuleDict({"user": bag(200), "item": bag(200)}), rule)
     keys = torch.arange(60)[None]
@@ -284,7 +284,7 @@ def _begin(rank: int, world_size: int, dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_new_rows_begin_wherever_they_are(world_size: int, dtype: str) -> None:
+def test_new_rows_are_initialised_under_any_plan(world_size: int, dtype: str) -> None:
     for records, rows, state, seen in run_world(world_size, _begin, dtype):
         assert records[:, 2].tolist() == [3] * (ROWS - 1)
         for slot, key in enumerate(records[:, 0].tolist()):

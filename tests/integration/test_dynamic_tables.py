@@ -70,8 +70,7 @@ def records(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_and_states_are_those_of_plain_torch(rule: oper.DynamicTable, optimizer: Optimizer
-                                                  ) -> None:
+def test_rows_and_states_equal_plain_torch(rule: oper.DynamicTable, optimizer: Optimizer) -> None:
     model = shard(bag(), rule, optimizer=optimizer)
     oracle = Oracle(ROWS - 1, rule, row_seed("weight", rule.seed))
     weight = bag().weight.detach().clone()
@@ -170,7 +169,7 @@ def _save_and_resume(rank: int, world_size: int, folder: str, resumed: bool) -> 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_goes_on_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
     """On the same number of ranks, states are bit-identical; on others, keys are equal."""
     folder = str(tmp_path / "checkpoint")
     want = run_world(world_size, _save_and_resume, folder, False)
@@ -288,7 +287,7 @@ def test_keys_may_change_between_the_passes() -> None:
     assert torch.equal(records(model), records(want))
 
 
-def test_an_update_that_is_overtaken() -> None:
+def test_gradients_of_reassigned_rows_are_refused() -> None:
     """A gradient is refused if its row has been given to another key; others are applied."""
     model = shard(bag(3), oper.DynamicTable())
     model(torch.tensor([[1, 2]])).sum().backward()

@@ -87,9 +87,9 @@ def bits(publication: oper.Publication) -> dict[str, int]:
 
 @pytest.mark.parametrize(("world_size", "plan", "row_dtype"), [
     (1, 3, "int8"), (2, 101, None), (2, 105, "float16"), (2, 101, "int4")])
-def test_every_step_is_that_of_a_whole_publication(
-        world_size: int, plan: int, row_dtype: str | None, tmp_path: Path,
-        publish: Callable[..., oper.Publication]) -> None:
+def test_every_step_equals_a_full_publication(world_size: int, plan: int, row_dtype: str | None,
+                                              tmp_path: Path,
+                                              publish: Callable[..., oper.Publication]) -> None:
     """Tables by rows and columns, trained by one rank and by two; all bits."""
     run_ranks(trained, world_size, plan, str(tmp_path))
     run = tmp_path / "run"
@@ -155,7 +155,7 @@ def cut(path: Path) -> None:
     (lambda run: (number(run, 1).rename(run.parent / "x"), number(run, 2).rename(number(run, 1)),
                   (run.parent / "x").rename(number(run, 2))), "ranks, number, step", [2])],
     ids=["missing", "damaged", "doubled", "out of order"])
-def test_a_broken_chain_is_refused_by_name_and_a_whole_checkpoint_heals_it(
+def test_a_broken_chain_is_refused_until_the_next_full_checkpoint(
         harm: Callable[[Path], object], words: str, taken: list[int], run: Path, runs: Path
         ) -> None:
     follower = Follower(lambda: run)
@@ -195,8 +195,8 @@ def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [200, 1000])
-def test_many_changes_are_each_a_whole_publication(
-        count: int, publish: Callable[..., oper.Publication]) -> None:
+def test_many_changes_equal_full_publications(count: int, publish: Callable[..., oper.Publication]
+                                              ) -> None:
     """Deltas with rows of some tables, or none, and dense weights; epochs are bit-identical."""
     state = {key: value.clone() for key, value in Model().state_dict().items()}
     served, whole = publish(state, "int8"), publish(state, "int8")
@@ -221,8 +221,7 @@ def test_many_changes_are_each_a_whole_publication(
         reader.close()
 
 
-def test_rows_that_are_damaged_change_nothing(run: Path, publish: Callable[..., oper.Publication]
-                                             ) -> None:
+def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publication]) -> None:
     """Rows are read at publication, one table at a time."""
     served = publish(run)
     before = bits(served)

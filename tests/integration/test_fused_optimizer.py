@@ -128,7 +128,7 @@ def test_decay_modes_of_fbgemm_in_a_tag() -> None:
     (torch.optim.Adam, {"amsgrad": True}, "Adam.amsgrad"),
     (torch.optim.RMSprop, {}, "RMSprop"),
 ])
-def test_what_a_tag_cannot_ask_for(theirs: type, arguments: dict[str, Any], named: str) -> None:
+def test_unsupported_tags_are_refused(theirs: type, arguments: dict[str, Any], named: str) -> None:
     collection = bags("a")
     _apply_optimizer_in_backward(theirs, collection.parameters(), arguments)
     with pytest.raises(InvalidInputError, match=named):
@@ -155,7 +155,7 @@ def test_schedules_reach_the_tables() -> None:
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 1.0]
 
 
-def test_each_optimizer_has_its_group() -> None:
+def test_each_optimizer_has_its_parameter_group() -> None:
     collection = bags("abc")
     for name, parameter in collection.named_parameters():
         kind = torch.optim.Adagrad if ".b." in name else torch.optim.SGD
@@ -206,8 +206,8 @@ def test_state_goes_through_torchrecs_wrappers(wrap: Any) -> None:
     (oper.AdamW(), ("momentum1", "exp_avg_sq", "step")),
     (oper.PartialRowWiseLAMB(), ("momentum1", "exp_avg_sq", "step")),
     (oper.Adagrad(initial_accumulator_value=0.5), ("momentum1",))], ids=str)
-def test_state_has_torchrecs_names_and_is_all_that_a_step_needs(
-        optimizer: Any, names: tuple[str, ...]) -> None:
+def test_state_has_torchrecs_names_and_restores_a_step(optimizer: Any, names: tuple[str, ...]
+                                                       ) -> None:
     """Another model that loads weights and state repeats the next step, bit for bit."""
     model, other = (oper.shard(bags(), optimizer=optimizer) for _ in range(2))
     step(model, 1, 2)
@@ -235,7 +235,7 @@ def test_a_state_dict_is_a_copy() -> None:
     assert now[1] == 2.0 and now[0] == 0.0
 
 
-def test_nothing_of_the_state_stays_in_memory() -> None:
+def test_no_copy_of_the_state_stays_in_memory() -> None:
     """Neither construction, nor wrapping, nor saving keeps a copy of the optimizer state."""
     def large() -> dict[int, torch.Tensor]:
         gc.collect()

@@ -125,7 +125,7 @@ def shard_often(rank: int, world_size: int) -> None:
     assert files < before + 10 and threads < threads_before + 6, held
 
 
-def test_process_groups_are_made_once() -> None:
+def test_process_groups_are_created_once() -> None:
     run_world(4, shard_often)
 
 
@@ -150,7 +150,7 @@ def refuse(rank: int, world_size: int) -> None:
     shard("objective, dynamic", replica_groups=4, dynamic=oper.DynamicTable())
     spec = TableSpec("weight", ROWS, DIM, ("weight",), "sum", optimizer="sgd")
     plan: Plan = uniform_plan([spec], 4)
-    shard("another world", replica_groups=4, plan=plan)
+    shard("another number of ranks", replica_groups=4, plan=plan)
     plan = replace(uniform_plan([spec], 1), replica_groups=4)
     shard("construct other tables than rank 0", plan=replace(plan, tables=(
         replace(plan.tables[0], head_ids=np.arange(rank + 1)[::-1].copy()),)))
@@ -162,7 +162,7 @@ def refuse(rank: int, world_size: int) -> None:
         oper.Replanner(model, AccessStats(1, {}, "none"), Topology.this_host(4))
 
 
-def test_groups_that_cannot_be_formed() -> None:
+def test_impossible_groups_are_refused() -> None:
     run_world(4, refuse, labels="aabc")
 
 

@@ -64,7 +64,7 @@ def both(rank: int, world_size: int, folder: str, kind: str) -> dict[str, torch.
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_goes_on_with_more_rows(world_size: int, kind: str, tmp_path: Path) -> None:
+def test_a_model_resumes_with_more_rows(world_size: int, kind: str, tmp_path: Path) -> None:
     found = run_ranks(both, world_size, str(tmp_path / "saved"), kind)
     names = {n.removeprefix("whole/") for n in found if n.startswith("whole/")}
     assert any("exp_avg_sq" in n or "momentum1" in n for n in names)
@@ -114,7 +114,7 @@ def states(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_go_where_a_remap_says(world_size: int, kind: str, tmp_path: Path) -> None:
+def test_a_remap_renumbers_rows(world_size: int, kind: str, tmp_path: Path) -> None:
     found = run_ranks(renumbered, world_size, str(tmp_path / "saved"), kind)
     for name in (n.removeprefix("loaded/") for n in found if n.startswith("loaded/")):
         assert_bitwise(found[f"moved/{name}"], found[f"loaded/{name}"], name)

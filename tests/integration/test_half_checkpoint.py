@@ -46,7 +46,7 @@ def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None,
 
 
 @pytest.mark.parametrize("labels, plan", [("a", 3), ("aa", 102), ("ab", 104)])
-def test_half_rows_go_anywhere(labels: str, plan: int, tmp_path: Path) -> None:
+def test_16_bit_rows_move_between_plans_and_hosts(labels: str, plan: int, tmp_path: Path) -> None:
     """From two ranks to one, to two under another plan, and to two that do not share memory."""
     first = str(tmp_path / "first")
     held = run_ranks(go_on, 2, 101, range(3), None, first)

@@ -65,7 +65,7 @@ def served(name: str) -> Iterator[tuple[oper.Publication, oper.ServedModel]]:
         attached.close()
 
 
-def test_outputs_are_the_models(served, batch) -> None:
+def test_outputs_equal_the_models(served, batch) -> None:
     publication, attached = served
     assert torch.equal(attached(*batch), model()(*batch))
     rows = batch[1].values().numel()
@@ -153,7 +153,7 @@ def test_layers_of_a_fused_dlrm_are_exported_for_any_batch_size(strict: bool) ->
     assert run_world(1, _exported, strict) == [True]
 
 
-def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:
+def test_only_plain_dlrms_are_fused(name, batch) -> None:
     class Own(DLRM):
         """A subclass that overrides the forward pass, which must not be fused."""
 
@@ -198,7 +198,7 @@ def test_weights_come_from_anywhere(kind: str, served, batch, tmp_path: Path) ->
     assert torch.equal(attached(*batch), expected)
 
 
-def test_torchrecs_quantised_model_is_taken_as_it_is(name: str, batch) -> None:
+def test_torchrecs_quantised_rows_are_published_unchanged(name: str, batch) -> None:
     quantised = quantize_inference_model(model())
     with oper.publish(quantised, name) as publication:
         for like in (quantize_inference_model(model(seed=9)), model(seed=9)):

@@ -92,7 +92,7 @@ class Twice(nn.Module):
         return self.bag(ids) + self.bag(ids)
 
 
-def test_equal_lookups_both_count_in_a_graph() -> None:
+def test_equal_lookups_in_a_graph_are_both_applied() -> None:
     """torch merges equal calls unless they have side effects."""
     eager, other = (oper.shard(Twice(), optimizer=oper.SGD(lr=0.5)) for _ in range(2))
     compiled = torch.compile(other, backend="aot_eager_decomp_partition", fullgraph=True)
@@ -184,7 +184,7 @@ def test_activation_checkpoints(reentrant: bool) -> None:
         assert kept.ebc.tables.num_steps == step + 1
 
 
-def test_reentrant_checkpoints_refuse_rows_that_another_has_updated() -> None:
+def test_reentrant_checkpoints_refuse_updated_rows() -> None:
     """Each has its own backward pass, whose update the next one's repeated lookup would read."""
     plain, kept, refused = (oper.shard(nn.Embedding(9, 4), optimizer=oper.SGD(lr=0.5))
                             for _ in range(3))
@@ -234,7 +234,7 @@ def test_autocast() -> None:
         assert torch.allclose(sharded.state_dict()[name], p, rtol=1e-5, atol=1e-6), name
 
 
-def test_a_gradient_scaler_is_undone_by_a_hook() -> None:
+def test_a_hook_removes_the_scale_of_a_gradient_scaler() -> None:
     """The recipe of docs/reference/optimizers.md: tables must not see the scaled loss."""
     plain, scaled = pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -35,7 +35,7 @@ def assert_maps(to_rows: KeySlots, held: dict[int, int], others: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("num_slots", [1, 39, 64, 65, 300, 5000])
-def test_changes_in_place_are_those_of_a_dict(num_slots: int) -> None:
+def test_changes_in_place_equal_a_dict(num_slots: int) -> None:
     """Keys come, go and replace one another; the result equals a new map, bit for bit."""
     rng = np.random.default_rng(num_slots)
     to_rows = KeySlots(num_slots, SEED)
@@ -93,8 +93,8 @@ class Keyed(nn.Module):
 
 
 def test_readers_see_keys_and_rows_of_one_epoch() -> None:
-    """Two keys change their slots with every epoch, and their rows are opposite numbers: a bag of
-    both is zero, and a key that is not there has the default row, also while they change."""
+    """Two keys with opposite rows change their slots in every epoch. While they do, a bag of both
+    is zero, and an unknown key reads the default row."""
     model = Keyed()
     with torch.no_grad():
         model.table.weight.zero_()

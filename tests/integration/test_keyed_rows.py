@@ -47,7 +47,7 @@ def train(model: Any, steps: int = 4) -> torch.Tensor:
 
 @given(st.lists(st.integers(SMALLEST, LARGEST), max_size=50), st.integers(1, 10**6),
        st.integers(SMALLEST, LARGEST))
-def test_places_are_those_of_the_directory(keys: list[int], slots: int, seed: int) -> None:
+def test_places_equal_the_directorys(keys: list[int], slots: int, seed: int) -> None:
     oracle = Oracle(slots, oper.DynamicTable(seed=seed))
     buckets, hashes = buckets_of_keys(np.array(keys, np.int64), slots, seed)
     assert buckets.tolist() == [oracle.bucket_of(k) for k in keys]
@@ -99,7 +99,7 @@ def test_all_ranks_load_keyed_rows() -> None:
         assert torch.allclose(rows, one[2], rtol=1e-5, atol=1e-6)
 
 
-def test_a_table_that_is_too_small() -> None:
+def test_a_dynamic_table_that_is_too_small() -> None:
     """With drop=True, the keys with the lowest counts of each bucket are left out."""
     n, rule = 500, oper.DynamicTable(seed=4)
     rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_a_table_that_is_too_small() -> None:
     assert torch.equal(kept.rows, every.rows[at]) and torch.equal(kept.counts, counts[at])
 
 
-def test_old_keys_are_left_out() -> None:
+def test_expired_keys_are_left_out() -> None:
     rule = oper.DynamicTable(time_to_live=1, init_bound=0.5)
     model = dynamic(rule)
     for key in (1, 2, 3):
@@ -154,7 +154,7 @@ class Served(nn.Module):
         return {"to_rows.keys": keys, "bag.weight": weight}
 
 
-def test_published_tables_answer_as_the_dynamic_one() -> None:
+def test_published_tables_equal_the_dynamic_one() -> None:
     """Before and after another publication; unknown keys get the default row."""
     model = dynamic()
     plain = Served()
@@ -185,7 +185,7 @@ def test_a_map_without_keys() -> None:
     assert torch.equal(rows, empty.default_row.expand(3, -1))
 
 
-def test_what_a_map_refuses() -> None:
+def test_key_maps_refuse_floats_and_unsorted_keys() -> None:
     with pytest.raises(InvalidInputError, match="num_keys=0"):
         oper.KeyMap(0)
     to_rows = oper.KeyMap(3)
@@ -238,7 +238,7 @@ GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DI
     ("clocks=\\[0, 4\\]", {"clocks": torch.tensor([0, 4])}),
     ("clock=-1", {"clock": -1}), ("clock=3.5", {"clock": 3.5}),
 ])
-def test_states_that_are_no_keyed_rows_are_refused(message: str, fields: dict[str, Any]) -> None:
+def test_invalid_states_are_refused(message: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=message):
         replace(GOOD, **fields)
 

@@ -51,7 +51,7 @@ def step_of(model: Any, step: int, rank: int = 0, world_size: int = 1) -> torch.
     return out.detach().clone()
 
 
-def test_counts_are_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_equal_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, counts after half-lives and expiry, and the share of the default row."""
     model, oracle = bag(), Oracle(ROWS - 1, RULE)
     for step in range(STEPS):
@@ -101,8 +101,8 @@ def _trained(rank: int, world_size: int, moves: bool) -> Any:
 
 
 def test_hot_keys_follow_the_plan() -> None:
-    """Tables of two hosts that move their hot keys to the replicated tier twice have, bit for bit,
-    the results of tables of one host that stay; learned statistics are those of one rank."""
+    """Two hosts that twice move their hot keys to the replicated tier give bitwise the results of
+    one host that keeps its plan. The learned statistics equal those of one rank."""
     (_, alone), = run_world(1, _trained, True)
     stays = run_world(2, _trained, False)
     for (moved, found), (stayed, _) in zip(run_world(2, _trained, True, labels="ab"), stays,

@@ -52,6 +52,6 @@ def test_training_goes_on_bitwise(move_to: str) -> None:
         assert_bitwise(got, want, f"moved to {move_to}")
 
 
-def test_what_is_no_sharded_model_is_refused() -> None:
+def test_models_without_sharded_tables_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="nothing to move"):
         oper.migrate(nn.Linear(2, 2), uniform_plan([TableSpec("t", 3, 4)], 1))

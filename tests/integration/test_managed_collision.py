@@ -134,7 +134,7 @@ def _map_frozen(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
     return message, ids.values().view(2, -1)
 
 
-def test_maps_that_learn_while_they_map_are_refused_by_name() -> None:
+def test_modules_that_learn_while_mapping_are_refused() -> None:
     """They are refused in training mode; in eval mode, two ranks map ids like one."""
     ranks = run_world(2, _map_frozen)
     for message, _ in ranks:

@@ -97,7 +97,7 @@ half = functools.partial(mc_modules.probabilistic_threshold_filter, per_id_proba
     (hash_zch(), {}),
     (hash_zch(opt_in_prob=25, percent_reserved_slots=10), {"admit_probability": 0.25})])
 def test_settings(of: nn.Module, fields: dict[str, Any]) -> None:
-    """A table does what one with these settings does, with the same rows and evictions."""
+    """The table has the rows and evictions of a dynamic table with the expected settings."""
     model: Any = oper.shard(make(of), dynamic="torchrec", optimizer=SGD)
     rule = oper.DynamicTable(init_bound=BOUND, **fields)
     direct: Any = oper.shard(inner_of(tables_of(names=("t",))), dynamic=rule, optimizer=SGD)
@@ -152,7 +152,7 @@ def test_ranks_have_the_same_keys(pooled: bool) -> None:
     assert not any("_managed_collision" in name for name in one)
 
 
-def test_tables_by_name() -> None:
+def test_tables_are_made_dynamic_by_name() -> None:
     """One table keeps its map, the other is dynamic, with own settings or those of its map."""
     for rule in (oper.DynamicTable(seed=3), "torchrec"):
         plain, model = (make(mch(), mch(LFU_EvictionPolicy())) for _ in range(2))

@@ -47,7 +47,7 @@ def _train(rank: int, world_size: int, num_parts: int | tuple[int, ...] | None
         while True:
             found.append(pipeline.progress(batches))
     assert len(found) == steps and model.get_submodule(EBC).tables.num_steps == steps
-    assert not model.get_submodule(EBC)._ahead.coming  # each was looked up
+    assert not model.get_submodule(EBC)._prefetched.queued  # each was looked up
     return whole(model.state_dict()), found, pipeline.num_parts
 
 
@@ -68,15 +68,15 @@ def test_equals_whole_batches_under_ddp() -> None:
 
 
 def _noted(beside: set[str], call: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call, and its name where another thread than the program's makes it."""
+    """Make a call; add its name to `beside` unless the main thread makes it."""
     if threading.current_thread() is not threading.main_thread():
         beside.add(call.__name__)
     return call(*args, **kwargs)
 
 
 def _whole_batches(rank: int, world_size: int) -> set[str]:
-    """What a thread of its own has done in the pipeline's steps of whole batches, whose bits are
-    those of a plain loop."""
+    """Train whole batches in a plain loop and in the pipeline, with bitwise equal results; return
+    the names of the calls that the pipeline has made on another thread."""
     found = []
     for is_plain in (True, False):
         model = make_dlrm(seed=3)
@@ -106,8 +106,8 @@ def _whole_batches(rank: int, world_size: int) -> set[str]:
 
 
 @pytest.mark.parametrize("labels", ["ab", "aa"])
-def test_a_whole_batch_is_exchanged_beside_the_dense_layers(labels: str) -> None:
-    """On a thread, with the bits of a plain loop; not within one memory domain, where none is."""
+def test_the_exchange_of_a_whole_batch_overlaps_dense_layers(labels: str) -> None:
+    """A thread makes the exchanges, with the bits of a plain loop. One domain has none."""
     for hidden in run_world(2, _whole_batches, labels=labels):
         assert hidden == ({"forward", "step"} if labels == "ab" else set())
 
@@ -116,13 +116,13 @@ def _choose(rank: int, world_size: int) -> Any:
     return _train(rank, world_size, None)[2]
 
 
-def test_the_number_of_parts_is_measured_alike_on_all_ranks() -> None:
+def test_all_ranks_choose_the_same_number_of_parts() -> None:
     found = run_world(2, _choose, labels="ab")
     assert found[0] == found[1] and found[0] in (1, 2, (1, 2), 3, 4, 6)
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
-def test_small_batches_are_not_measured_in_more_parts_than_they_have_samples() -> None:
+def test_no_more_parts_than_samples_are_tried() -> None:
     pipeline = oper.MicroBatchPipeline(oper.shard(Remapping(0), optimizer=oper.SGD(lr=LR)))
     for seed in range(16):
         pipeline.progress(iter([make_batch(seed, 4)]))
@@ -166,7 +166,7 @@ def test_pooled_rows_are_split_and_unknown_objects_are_refused() -> None:
         split_batch((values, SimpleNamespace(ids=torch.arange(5))), 2)
 
 
-def test_outputs_are_put_together() -> None:
+def test_outputs_of_parts_are_joined() -> None:
     parts = [(torch.tensor(1.0), [torch.ones(2, 3)], "a"), (torch.tensor(4.0), [torch.zeros(1, 3)],
                                                            "a")]
     mean, (rows,), name = joined(parts, [2, 1])
@@ -192,7 +192,7 @@ class Remapping(torch.nn.Module):
         return self.top(self.bags(ids).values()).square().mean()
 
 
-def test_ids_that_the_model_maps_are_not_looked_up_before() -> None:
+def test_ids_that_the_model_maps_are_not_prefetched() -> None:
     rows = []
     for num_parts in (1, 3):
         torch.manual_seed(0)
@@ -221,7 +221,7 @@ class Weighting(torch.nn.Module):
                          ).values().square().mean()
 
 
-def test_features_that_the_model_weights_are_not_looked_up_before() -> None:
+def test_features_that_the_model_weights_are_not_prefetched() -> None:
     model = oper.shard(Weighting(), optimizer=oper.SGD(lr=LR))
     pipeline = oper.MicroBatchPipeline(model, num_parts=3)
     for seed in range(2):
@@ -244,6 +244,6 @@ def test_refusals() -> None:
     for wrong in (0, (1, 0), (True, 2), ()):
         with pytest.raises(InvalidInputError, match="num_parts"):
             oper.MicroBatchPipeline(bag, num_parts=wrong)
-    with pytest.raises(InvalidInputError, match=r"at least one in each part, \(1, 5\)"):
+    with pytest.raises(InvalidInputError, match=r"no part of num_parts=\(1, 5\) without a sample"):
         split_batch((torch.zeros(5, 1),), (1, 5))
     assert split_batch((torch.zeros(5, 1),), (1, 2))[1] == [1, 4]

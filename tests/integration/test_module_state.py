@@ -60,7 +60,7 @@ def test_copies_made_in_inference_mode_can_be_trained() -> None:
     assert torch.equal(twin.weight[1], model.weight[1] - LR)
 
 
-def test_tables_end_with_their_module() -> None:
+def test_tables_are_released_with_their_module() -> None:
     model = shard(collection())
     tables = weakref.ref(model.tables)
     model(kjt(torch.tensor([1, 2, 3, 4]))).values().sum().backward()
@@ -122,7 +122,7 @@ def test_fused_collections_and_virtual_tables() -> None:
     assert collection().embedding_bag_configs()[0].data_type == DataType.FP32
 
 
-def test_hooks_stay_and_gradient_hooks_are_refused() -> None:
+def test_hooks_are_kept_and_gradient_hooks_are_refused() -> None:
     seen: list[str] = []
     module = bag()
     module.register_forward_hook(lambda *_: seen.append("forward"))
@@ -144,7 +144,7 @@ def test_resharding_by_torchrec_is_refused() -> None:
         shard(collection()).update_shards({}, None, None)
 
 
-def test_tables_of_a_collection_look_like_modules_of_their_own() -> None:
+def test_tables_of_a_collection_look_like_separate_modules() -> None:
     plain, model = collection(), shard(collection())
     for name, module in plain.embedding_bags.items():
         ours = model.embedding_bags[name]
@@ -161,7 +161,7 @@ def test_tables_of_a_collection_look_like_modules_of_their_own() -> None:
     lambda m: m.embedding_bags.__setitem__("a", bag()), lambda m: m.embedding_bags.pop("a"),
     lambda m: m.embedding_bags.clear(), lambda m: m.embedding_bags.update({"a": bag()}),
     lambda m: setattr(m, "embedding_bags", nn.ModuleDict())])
-def test_tables_of_a_collection_stay_in_it(change: Callable[[Any], Any]) -> None:
+def test_tables_of_a_collection_cannot_be_replaced(change: Callable[[Any], Any]) -> None:
     model = shard(collection())
     with pytest.raises(InvalidInputError, match="cannot replace a parameter or child"):
         change(model)
@@ -374,7 +374,7 @@ def _cannot_look_up(rank: int, world_size: int, spoils: str, in_parts: bool
 
 @pytest.mark.parametrize("spoils", ["keys", "bags"])
 @pytest.mark.parametrize("in_parts", [False, True], ids=["at once", "in parts"])
-def test_a_rank_that_can_make_no_lookup_releases_the_others(spoils: str, in_parts: bool) -> None:
+def test_a_rank_whose_input_is_invalid_releases_the_others(spoils: str, in_parts: bool) -> None:
     """The batch is skipped in all collections, and the next ones are paired with each other."""
     (others, rows), (mine, _) = run_world(2, _cannot_look_up, spoils, in_parts,
                                           env={"OPER_DEADLINE_S": "20"})
@@ -382,7 +382,7 @@ def test_a_rank_that_can_make_no_lookup_releases_the_others(spoils: str, in_part
     assert all(torch.equal(got, want) for got, want in rows)
 
 
-def test_tables_know_those_of_their_model() -> None:
+def test_collections_of_a_model_form_a_family() -> None:
     model = shard(Two())
     twin = copy.deepcopy(model)
     for one in (model, twin):

@@ -83,7 +83,7 @@ def _trained(apart: bool, gradients: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("gradients", ["all", "one of several", "sums", "columns"])
-def test_gradients_by_feature_have_the_bits_of_one_gradient(gradients: str) -> None:
+def test_gradients_by_feature_equal_one_gradient(gradients: str) -> None:
     apart, one = (_trained(x, gradients) for x in (True, False))
     assert_bitwise([apart], [one], gradients)
     start = collection().state_dict()
@@ -174,8 +174,8 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
     return whole(wrapped.state_dict()) | {"losses": torch.stack(losses)}
 
 
-def test_two_processes_train_alike_pipelined_or_not() -> None:
-    """And as the unsharded model: tests/programs, tests/rl_rec/test_sharded_models.py."""
+def test_pipelined_and_plain_training_are_equal() -> None:
+    """tests/programs and tests/rl_rec/test_sharded_models.py compare with unsharded models."""
     plain, piped = (run_world(2, _body, 6, pipelined) for pipelined in (False, True))
     assert_bitwise(piped, plain, "pipelined and not")
     start = SequenceModel().state_dict()["items.embeddings.t0.weight"]

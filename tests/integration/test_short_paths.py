@@ -35,7 +35,8 @@ def bag() -> tuple[torch.nn.Module, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("make", [bags, bag])
-def test_frames_of_a_step(make: Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]) -> None:
+def test_number_of_python_calls_per_step(make: Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]
+                                         ) -> None:
     module, inputs = make()
     model = oper.shard(torch.nn.Sequential(module), optimizer=oper.RowWiseAdagrad(lr=0.1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _stalls(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {"error": str(caught.value), "refused": str(refusal)}
 
 
-def test_a_stalled_rank_is_left_out(tmp_path: Path) -> None:
+def test_survivors_save_without_a_stalled_rank(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     with world(2, _stalls, str(folder), env={"OPER_DEADLINE_S": "1.5"}) as running:
         for rank in range(2):
@@ -132,9 +133,10 @@ def _alive(rank: int, world_size: int, folder: str) -> str:
     return unmarked
 
 
-def test_nothing_is_saved_while_all_live(tmp_path: Path) -> None:
+def test_nothing_is_saved_while_all_ranks_are_alive(tmp_path: Path) -> None:
     for text in run_world(2, _alive, str(tmp_path / "c")):
         assert "0 updates begun and ended on all ranks" in text
+        assert re.search(r"by rank=\[\(\d+, 1, 1\), \(\d+, 1, 1\)\]", text), text
     assert os.listdir(tmp_path) == []
 
 
@@ -157,6 +159,6 @@ def _refuses(rank: int, world_size: int, folder: str) -> bool:
     return survivors.save(folder, {"step": 1})
 
 
-def test_survivors_save_if_the_rank_that_ended_had_refused_its_batch(tmp_path: Path) -> None:
+def test_survivors_save_after_a_refused_batch(tmp_path: Path) -> None:
     with world(2, _refuses, str(tmp_path / "c")) as running:
         assert running.receive(0) is True

@@ -61,14 +61,14 @@ def test_reading_in_inference_mode(read: Callable[[torch.Tensor], torch.Tensor])
     lambda w: w.data_ptr(), lambda w: w.storage(), torch.from_dlpack,
     lambda w: w.data.set_(torch.zeros(10, 4)), lambda w: torch.zeros(0).set_(w.detach()),
     lambda w: w.share_memory_(), lambda w: w.apply_(lambda x: 2 * x)])
-def test_memory_of_its_own_is_not_given_out(take: Callable[[torch.Tensor], Any]) -> None:
+def test_access_to_storage_is_refused(take: Callable[[torch.Tensor], Any]) -> None:
     sharded = shard(bag())
     for tensor in (sharded.weight, sharded.weight.data):
         with pytest.raises(OperError, match="memory of table"):
             take(tensor)
 
 
-def test_a_collections_tables_are_frozen_together() -> None:
+def test_requires_grad_of_a_collection_freezes_all_tables() -> None:
     model = shard(collection())
     assert "embedding_bags" in repr(model) and "10, 4" in repr(model)
     assert model.fused_optimizer.params["embedding_bags.a.weight"] is (
@@ -77,7 +77,7 @@ def test_a_collections_tables_are_frozen_together() -> None:
     assert not model(kjt(torch.tensor([1, 2, 3, 4]))).values().requires_grad
 
 
-def test_options_cannot_be_set_later() -> None:
+def test_options_cannot_be_set_after_sharding() -> None:
     sharded = shard(bag())
     with pytest.raises(InvalidInputError, match="max_norm"):
         sharded.max_norm = 1.0
@@ -107,7 +107,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_refused_and_nothing_changes(name: str) -> None:
+def test_refused_operations_change_nothing(name: str) -> None:
     sharded = shard(bag())
     before = rows(sharded)
     with pytest.raises(OperError):
@@ -118,7 +118,7 @@ def test_refused_and_nothing_changes(name: str) -> None:
     assert torch.equal(rows(sharded), before)
 
 
-def test_a_value_that_a_graph_keeps_is_not_silently_updated() -> None:
+def test_autograd_detects_updates_of_saved_values() -> None:
     sharded = shard(bag())
     x = torch.ones(4, requires_grad=True)
     kept = (sharded.weight.detach() * x).sum()

@@ -30,13 +30,13 @@ def ids(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 40, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_last_offset_beyond_the_ids() -> None:
+def test_a_last_offset_beyond_the_ids_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="lengths"):
         shard(nn.EmbeddingBag(40, 12, mode="sum", include_last_offset=True))(
             ids(30), torch.tensor([0, 4, 4, 29, 31]))
 
 
-def test_weights_that_torch_would_refuse() -> None:
+def test_weights_that_torch_refuses_are_refused() -> None:
     mean = shard(nn.EmbeddingBag(40, 12, mode="mean"))
     with pytest.raises(InvalidInputError, match="per_sample_weights"):
         mean(ids(30).view(6, 5), None, torch.ones(6, 5))
@@ -48,7 +48,7 @@ def test_weights_that_torch_would_refuse() -> None:
                 bag(ids(30).view(6, 5), None, wrong)
 
 
-def test_calls_that_torch_would_refuse() -> None:
+def test_calls_that_torch_refuses_are_refused() -> None:
     sharded = shard(nn.EmbeddingBag(40, 12, mode="sum"))
     with pytest.raises(InvalidInputError, match="offsets"):
         sharded(ids(30))
@@ -86,7 +86,7 @@ class CountsWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_padding_waits_for_a_device_once() -> None:
+def test_padding_synchronizes_with_a_device_once() -> None:
     """Once for the number of remaining ids, with and without weights."""
     bag = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
     rows = shard(nn.Embedding(40, 12, padding_idx=0))
@@ -119,7 +119,7 @@ def test_the_padding_row_of_a_table_on_meta_is_zero(kind: type) -> None:
     assert not rows[3].any() and (rows.abs().sum(1) > 0).sum() == 39
 
 
-def test_values_that_are_no_rows_are_refused() -> None:
+def test_values_without_dense_real_rows_are_refused() -> None:
     sharded = shard(nn.EmbeddingBag(40, 12, mode="sum"))
     for wrong in (torch.zeros(40, 12, device="meta"), torch.zeros(40, 12).to_sparse(),
                   torch.zeros(40, 12, dtype=torch.complex64)):
@@ -127,14 +127,14 @@ def test_values_that_are_no_rows_are_refused() -> None:
             sharded.load_state_dict({"weight": wrong})
 
 
-def test_attributes_of_the_bag_exist() -> None:
+def test_attributes_of_the_unsharded_bag_exist() -> None:
     bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=2, include_last_offset=True)
     sharded = shard(bag)
     for name in ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset"):
         assert getattr(sharded, name) == getattr(bag, name)
 
 
-def test_rows_of_no_length() -> None:
+def test_bags_of_length_zero() -> None:
     # torch itself stumbles over [4, 0]; empty bags by offsets are zeros, and so are these.
     for mode, padding in (("sum", None), ("mean", 3)):
         out = shard(nn.EmbeddingBag(40, 12, mode=mode, padding_idx=padding))(ids(0).view(4, 0))

@@ -47,7 +47,7 @@ def on_ranks(world_size: int, make: Any, body: Any, kind: str = "striped", **fie
 # ---- face ----------------------------------------------------------------------------------------
 
 
-def test_what_a_collection_says_of_itself_is_kept() -> None:
+def test_the_configuration_of_a_collection_is_kept() -> None:
     collection = make_collection()
     sharded = shard(collection)
     assert [c.name for c in sharded.embedding_bag_configs()] == [
@@ -77,7 +77,7 @@ def test_weights_of_the_input_are_used_only_by_collections_that_ask_for_them() -
 
 
 @pytest.mark.parametrize("divide", [True, False])
-def test_gradient_division_is_torchrecs_switch(divide: bool) -> None:
+def test_gradient_division_follows_torchrecs_switch(divide: bool) -> None:
     from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 
     before = get_gradient_division()
@@ -102,7 +102,7 @@ def test_gradient_division_is_torchrecs_switch(divide: bool) -> None:
 # ---- meta device ---------------------------------------------------------------------------------
 
 
-def test_meta_tables_get_the_same_numbers_whatever_the_plan() -> None:
+def test_meta_tables_get_the_same_values_under_any_plan() -> None:
     def body(sharded, group):
         return dict(sharded.state_dict())
 
@@ -127,7 +127,7 @@ def test_meta_tables_get_the_same_numbers_whatever_the_plan() -> None:
                    for k, a in enumerate(values) for b in values[:k]), "tables share a seed"
 
 
-def test_the_seed_rules_meta_tables() -> None:
+def test_the_seed_determines_meta_tables() -> None:
     states = []
     for seed in (1, 1, 2):
         collection = make_collection(device="meta")
@@ -148,7 +148,7 @@ def test_init_functions_are_used() -> None:
 # ---- state and learning rates --------------------------------------------------------------------
 
 
-def test_a_tag_wins_over_the_argument() -> None:
+def test_a_tag_takes_precedence_over_the_argument() -> None:
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     collection = make_collection()
@@ -159,7 +159,7 @@ def test_a_tag_wins_over_the_argument() -> None:
     assert_bitwise(dict(still.state_dict()), before, "weights at the tag's rate 0")
 
 
-def test_a_variable_batch_needs_its_inverse() -> None:
+def test_a_variable_batch_needs_inverse_indices() -> None:
     plain = EmbeddingBagCollection(tables=[EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])])
     sharded = oper.shard(plain, optimizer=oper.SGD())
@@ -183,7 +183,7 @@ def test_a_variable_batch_needs_its_inverse() -> None:
                                   inverse_indices=(["f", "g"], good)))
 
 
-def test_a_sample_cannot_have_a_bag_that_its_feature_has_not() -> None:
+def test_inverse_indices_must_be_bags_of_their_feature() -> None:
     """Even if another feature has that many bags, and in a compiled graph."""
     sharded = oper.shard(EmbeddingBagCollection(tables=[EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])]),
@@ -207,21 +207,21 @@ def test_a_sample_cannot_have_a_bag_that_its_feature_has_not() -> None:
 
 
 @pytest.mark.parametrize("how", ["in place", "another", "none"])
-def test_a_prefetched_batch_has_the_inverse_that_it_is_looked_up_with(how: str) -> None:
+def test_a_prefetched_batch_follows_changed_inverse_indices(how: str) -> None:
     plain = EmbeddingBagCollection(tables=[EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="t", feature_names=["f"])])
     sharded = oper.shard(copy.deepcopy(plain), optimizer=oper.SGD())
     ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
-    announced, later = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
+    first, later = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
 
     def batch(rows: torch.Tensor | None) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(["f"], ids, lengths=lengths,
                                  inverse_indices=None if rows is None else (["f"], rows))
 
-    kjt = batch(later.clone() if how == "none" else announced)
+    kjt = batch(later.clone() if how == "none" else first)
     sharded.prefetch(kjt)
     if how == "in place":
-        announced.copy_(later)
+        first.copy_(later)
     else:
         kjt = batch(later if how == "another" else None)
     rows = plain.embedding_bags["t"].weight.detach()[ids]

@@ -111,7 +111,7 @@ def test_whole_tables_columns_and_replicas_are_exported_without_loss() -> None:
     assert "t3: pulled rows are pooled by their owner and pushed" in lost_in_torchrec(plan)
 
 
-def test_tiers_become_row_ranges_as_long_as_what_each_rank_holds() -> None:
+def test_tiers_become_row_ranges_in_proportion_to_the_ranks_rows() -> None:
     plan = plan_of({1: (Tier(0, 100, "replicated", (0, 1, 2, 3)),
                         Tier(100, 700, "striped", (2, 0), weights=(1, 2)),
                         Tier(700, 1000, "owned", (1,)))},
@@ -125,13 +125,13 @@ def test_tiers_become_row_ranges_as_long_as_what_each_rank_holds() -> None:
     even = shards_of(to_torchrec(plan, Model()), "t1")
     assert [n[0] for _, _, n in even] == [250] * 4
     lost = "; ".join(x for x in lost_in_torchrec(plan, exact) if x.startswith("t1"))
-    for text in ("3 tiers", "replicas of 100 rows", "rows dealt in hotness order", "pulled rows"):
+    for text in ("3 tiers", "replicas of 100 rows", "rows striped in hotness order", "pulled rows"):
         assert text in lost
     assert "uneven shares" not in lost
     assert "uneven shares" in "; ".join(lost_in_torchrec(plan))
 
 
-def test_partial_replicas_and_hosts_are_seen() -> None:
+def test_partial_replicas_and_hosts_are_recognised() -> None:
     plan = plan_of({1: (Tier(0, 10, "replicated", (0, 1)), Tier(10, 1000, "striped", (0, 1, 2, 3))),
                     2: (Tier(0, 5000, "striped", (3, 2)),)})
     hosts = ExportOptions(local_size=2)
@@ -143,7 +143,7 @@ def test_partial_replicas_and_hosts_are_seen() -> None:
     assert str(placement.sharding_spec.shards[1].placement) == "rank:3/cuda:1"
 
 
-def test_export_refuses_what_it_cannot_do() -> None:
+def test_invalid_exports_are_refused() -> None:
     with pytest.raises(PlanError, match="another model"):
         to_torchrec(uniform_plan(specs()[:3], 2), Model())
     with pytest.raises(InvalidInputError, match="row_ranges"):
@@ -270,7 +270,7 @@ def test_a_planning_error_reaches_all_ranks() -> None:
     assert run_world(2, _fail) == ["PlanInfeasibleError"] * 2
 
 
-def test_planner_is_torchrecs_and_uses_what_sharders_offer() -> None:
+def test_the_planner_uses_only_sharding_types_of_the_sharders() -> None:
     planner = OperPlanner(zipf_stats(), gpus(4), batch_size=64)
     assert isinstance(planner, ShardingPlanner)
     out = planner.plan(Model(), [EmbeddingBagCollectionSharder()])
@@ -285,7 +285,7 @@ def test_planner_is_torchrecs_and_uses_what_sharders_offer() -> None:
         planner.plan(Model(), [])
 
 
-def test_torchrecs_planner_proposes_plans_that_can_be_scored() -> None:
+def test_plans_of_torchrecs_planner_can_be_evaluated() -> None:
     stated = make_problem(specs(), zipf_stats(), gpus(4), batch_size=64, allow=EVERYTHING)
     found = dict(torchrec_proposals(stated, 20.0))
     assert {"table-wise only", "greedy by cost", "greedy"} <= set(found)
@@ -297,7 +297,7 @@ def test_torchrecs_planner_proposes_plans_that_can_be_scored() -> None:
         next(torchrec_proposals(stated, 0.0))
 
 
-def test_torchrec_sees_memory_rank_by_rank_and_hosts() -> None:
+def test_torchrecs_topology_has_memory_by_rank_and_hosts() -> None:
     unequal = gpus(4, 2)
     slow = replace(unequal.domains[3], memory_bytes=10**9)
     seen = planner_topology(replace(unequal, domains=(*unequal.domains[:3], slow)))

@@ -59,7 +59,7 @@ def _ranks_disagree(rank: int, world_size: int) -> None:
     assert_near(whole(sharded.module.state_dict()), make_dlrm(seed=0).state_dict(), "rank 0's")
 
 
-def test_rank_0_decides_where_weights_differ() -> None:
+def test_rank_0s_weights_are_used_if_weights_differ() -> None:
     run_world(2, _ranks_disagree)
 
 
@@ -107,11 +107,11 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
 
 def _watch(tables: Any) -> tuple[list[int], list[bool]]:
     """Per batch: steps made when its ids were prefetched, and whether its lookup used them."""
-    from oper.integration.ahead import Ahead
+    from oper.integration.prefetch import PrefetchQueue
 
     begun: list[int] = []
     used: list[bool] = []
-    start, lookup = Ahead.start, tables.lookup
+    start, lookup = PrefetchQueue.start, tables.lookup
 
     def started(self: Any, batch: Any) -> Any:
         begun.append(tables.num_steps)
@@ -121,7 +121,7 @@ def _watch(tables: Any) -> tuple[list[int], list[bool]]:
         used.append(batch.resolved is not None and batch.resolved.fits(tables.handle, batch))
         return lookup(batch)
 
-    Ahead.start, tables.lookup = started, looked_up  # type: ignore[method-assign]
+    PrefetchQueue.start, tables.lookup = started, looked_up  # type: ignore[method-assign]
     return begun, used
 
 
@@ -138,7 +138,7 @@ def test_distributed_model_parallel_and_its_pipelines() -> None:
     run_world(2, _both_pipelines)
 
 
-def _announced(rank: int, world_size: int) -> None:
+def _prefetched(rank: int, world_size: int) -> None:
     """DDP with `prefetch` and a migration gives the same results as without `prefetch`."""
     batches = [make_batch(100 * rank + s, 40) for s in range(STEPS)]
     found = []
@@ -150,8 +150,8 @@ def _announced(rank: int, world_size: int) -> None:
         for step, batch in enumerate(batches):
             if ahead and step + 1 < STEPS:
                 collection.prefetch(batches[step + 1].sparse_features)
-                ((*_, coming),) = list(collection._ahead.coming.values())[-1:]
-                coming.result()  # so that the one before the switch is surely of the old plan
+                ((*_, started),) = list(collection._prefetched.queued.values())[-1:]
+                started.result()  # so that the one before the switch is surely of the old plan
             loss, _ = wrapped(batch)
             loss.backward()
             with torch.no_grad():
@@ -166,23 +166,23 @@ def _announced(rank: int, world_size: int) -> None:
                 collection.tables.start_migration(plan, 100_000)
         if ahead:
             assert collection.tables.migration is None, "the move has ended"
-            # Batch 0 was not announced; one was resolved for the plan before the switch.
+            # Batch 0 was not prefetched; one was resolved for the plan before the switch.
             assert begun == list(range(STEPS - 1)) and used.count(False) == 2, used
         found.append((whole(model.state_dict()), losses))
-    assert_bitwise(found[1], found[0], "announced and not")
+    assert_bitwise(found[1], found[0], "prefetched and not")
 
 
 def test_prefetch_under_ddp_and_a_changing_plan() -> None:
-    run_world(2, _announced)
+    run_world(2, _prefetched)
 
 
-def test_announced_batches_that_never_come_are_forgotten() -> None:
+def test_prefetched_batches_without_lookups_are_dropped() -> None:
     collection = make_collection()
     sharded = oper.shard(collection, plan=plan_for(collection, 1), optimizer=oper.SGD(lr=LR))
     batches = [make_kjt(s, 5) for s in range(20)]
     for kjt in batches:
         sharded.prefetch(kjt)
-    assert len(sharded._ahead.coming) == 8
+    assert len(sharded._prefetched.queued) == 8
     bad = make_kjt(30, 5)
     bad.values()[:] = 10**6
     sharded.prefetch(bad)
@@ -191,7 +191,7 @@ def test_announced_batches_that_never_come_are_forgotten() -> None:
             sharded(bad)
         want = oper.shard(make_collection(), plan=plan_for(collection, 1),
                           optimizer=oper.SGD(lr=LR))(batches[-1]).values()
-        assert_bitwise(sharded(batches[-1]).values(), want, "announced long ago")
+        assert_bitwise(sharded(batches[-1]).values(), want, "prefetched long ago")
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _states(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
             "trained": {k: v for k, v in whole(state).items() if "embedding_bags" in k}}
 
 
-def test_states_between_plans_and_worlds(tmp_path: Path) -> None:
+def test_states_are_loaded_under_other_plans_and_world_sizes(tmp_path: Path) -> None:
     first, second = run_world(2, _states, str(tmp_path))
     assert_bitwise(first, second, "tables on both ranks")
     # The files of two processes load into the unsharded model.
@@ -263,7 +263,7 @@ def _refuse_early(rank: int, world_size: int) -> None:
     assert [m.tables.num_steps for m in model] == [4, 4]
 
 
-def test_features_that_are_refused_before_the_lookup() -> None:
+def test_invalid_features_release_the_other_ranks() -> None:
     run_world(2, _refuse_early, env={"OPER_DEADLINE_S": "20"})
 
 
@@ -282,7 +282,7 @@ def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
     return start
 
 
-def test_a_group_that_is_not_the_world() -> None:
+def test_a_process_group_of_some_ranks() -> None:
     _, first, second = run_world(3, _subgroup)
     want = make_dlrm(seed=1).state_dict()  # new_group sorts its ranks: rank 1 is its first
     for name in (n for n in want if "embedding_bags" in n):

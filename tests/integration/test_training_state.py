@@ -32,7 +32,7 @@ def test_frozen_before_sharding_and_read_only() -> None:
 # ---- what a backward pass updates ----------------------------------------------------------------
 
 
-def test_gradients_that_are_asked_for_by_name_update_nothing() -> None:
+def test_autograd_grad_updates_nothing() -> None:
     model = shard(bag())
     before = rows(model)
     dense, weights = torch.ones(4, requires_grad=True), torch.ones(1, 1, requires_grad=True)
@@ -61,7 +61,7 @@ def test_assigned_state_keeps_the_dtype() -> None:
         model.load_state_dict({k: x.float() for k, x in state.items()}, assign=True)
 
 
-def test_a_table_of_a_collection_is_not_called() -> None:
+def test_calling_one_table_of_a_collection_is_refused() -> None:
     with pytest.raises(OperError, match="call the collection"):
         shard(collection()).embedding_bags["a"](torch.tensor([[1]]))
 
@@ -85,7 +85,7 @@ def test_a_collection_refuses_changed_ids_and_keeps_lengths() -> None:
         out.sum().backward()
 
 
-def test_buffers_used_again_while_gradients_accumulate() -> None:
+def test_buffers_may_be_reused_while_gradients_accumulate() -> None:
     want, model = shard(bag()), shard(bag())
     for batch in ([1, 2], [3, 4], [1, 5]):
         last = batch == [1, 5]
@@ -106,15 +106,14 @@ def test_buffers_used_again_while_gradients_accumulate() -> None:
     ([1, 2], [2], 0, [5, 6], (5, 6)),
     ([1, 2, 3], [1, 2], 1, [2, 1], (1, 2)),
 ], ids=["ids", "lengths"])
-def test_a_batch_that_changes_after_it_was_announced(
-        values: list[int], lengths: list[int], changed: int, to: list[int],
-        read: tuple[int, int]) -> None:
+def test_a_prefetched_batch_that_changes(values: list[int], lengths: list[int], changed: int,
+                                         to: list[int], read: tuple[int, int]) -> None:
     model = shard(collection(("a",)))
     parts = torch.tensor(values), torch.tensor(lengths)
     batch = KJT(["f_a"], parts[0], lengths=parts[1])
     model.prefetch(batch)
-    for *_, coming in model._ahead.coming.values():
-        coming.result()
+    for *_, started in model._prefetched.queued.values():
+        started.result()
     parts[changed].copy_(torch.tensor(to))
     want = rows(model.embedding_bags["a"])
     assert torch.equal(model(batch).values()[0], want[read[0]] + want[read[1]])
@@ -129,7 +128,7 @@ def test_second_derivatives_through_a_lookup_are_refused() -> None:
         first.sum().backward()
 
 
-def test_weights_other_than_those_announced() -> None:
+def test_weights_other_than_the_prefetched_ones() -> None:
     """Batches with the same ids may have different weights."""
     model = shard(collection(("a",), is_weighted=True))
     ids, lengths = torch.tensor([1, 2]), torch.tensor([2])
@@ -146,5 +145,5 @@ def test_weights_other_than_those_announced() -> None:
     with torch.no_grad():
         model.prefetch(old)
         assert model(split).values().shape == (2, 4)
-        assert model(old).values().shape == (1, 4)  # still announced
-    assert not model._ahead.coming
+        assert model(old).values().shape == (1, 4)  # still queued
+    assert not model._prefetched.queued

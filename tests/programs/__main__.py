@@ -1,7 +1,7 @@
 """``python -m tests.programs``: random programs against an unsharded and a sharded model.
 
-Prints what every action came to, and for every way in which programs fail the smallest one that
-was found, as Python text for ``--run FILE``. Ends with 1 if any has failed.
+Prints the outcomes of every action and, for each kind of failure, the smallest failing program that
+was found, as Python text for ``--run FILE``. Exits with status 1 if any program failed.
 """
 
 from __future__ import annotations

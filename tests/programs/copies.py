@@ -18,7 +18,7 @@ from tests.programs.training import step
 
 
 def _new_state(side: Any, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Other numbers for the whole model, plain tensors."""
+    """Return new numbers for the whole model, as plain tensors."""
     rng = torch.Generator().manual_seed(args["seed"])
     shapes = {t.key: ((t.rows, t.dim), torch.float16 if t.half else torch.float32)
               for t in side.tables}
@@ -33,7 +33,7 @@ LOADS = ("all", "all", "missing", "unexpected", "shape", "dtype", "none", "param
 
 @action(3.0, exact=True, what=LOADS, strict=(True, False), assign=(False, False, False, True))
 def load_state_dict(side: Any, args: dict[str, Any]) -> Seen:
-    """``load_state_dict`` of states that fit, and of others."""
+    """Call ``load_state_dict`` with states that fit the model, and with others."""
     state = _new_state(side, args)
     key = side.table(args["table"]).key
     if args["what"] == "missing":
@@ -57,7 +57,7 @@ def load_state_dict(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, exact=True, difference=SNAPSHOTS)
 def write_state_dict(side: Any, args: dict[str, Any]) -> None:
-    """Writes into ``state_dict`` values change an unsharded model."""
+    """Write into the values of ``state_dict``, which changes an unsharded model."""
     if side.is_sharded:
         value = side.core.state_dict()[side.table(args["table"]).key]
         with torch.no_grad():
@@ -66,7 +66,7 @@ def write_state_dict(side: Any, args: dict[str, Any]) -> None:
 
 @action(1.5, exact=True)
 def save_and_load(side: Any, args: dict[str, Any]) -> Seen:
-    """A state_dict is kept, the model trained on, and the state loaded back."""
+    """Keep a state_dict, continue training, and load the state back."""
     kept = {n: whole(x) for n, x in side.core.state_dict().items()}
     seen = step(side, args)
     side.core.load_state_dict(kept)
@@ -76,14 +76,14 @@ def save_and_load(side: Any, args: dict[str, Any]) -> Seen:
 @action(2.0, exact=True, plan=tuple(range(40)), by=("state_dict", "torch.save", "checkpoint"),
         optimizer=(True, True, False), fits=lambda p: not is_wrapped(p))
 def move_to_fresh(side: Any, args: dict[str, Any]) -> None:
-    """The state is loaded into a newly sharded model with another plan, which continues."""
+    """Load the state into a newly sharded model with another plan, which continues."""
     side.restart(args)
 
 
 @action(1.5, exact=lambda a: a["budget"] is None, plan=tuple(range(40)),
         budget=(None, 64, 4096))
 def migrate(side: Any, args: dict[str, Any]) -> Seen | None:
-    """Tables move to another plan, at once or while two steps are trained."""
+    """Move tables to another plan, at once or while two steps are trained."""
     if side.is_sharded:
         plans = side.new_plan(args["plan"])
         oper.migrate(side.core, plans, args["budget"])
@@ -99,7 +99,7 @@ def migrate(side: Any, args: dict[str, Any]) -> Seen | None:
 
 @action(1.5)
 def optimizer_state(side: Any, args: dict[str, Any]) -> Seen:
-    """The optimizer's state is kept, the model trained on, and the state loaded back."""
+    """Keep the optimizer's state, continue training, and load the state back."""
     kept = side.keep_optimizer()
     seen = step(side, args)
     side.load_optimizer(kept)
@@ -108,14 +108,14 @@ def optimizer_state(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, factor=(0.5, 2.0))
 def set_lr(side: Any, args: dict[str, Any]) -> Seen:
-    """Another learning rate for the tables."""
+    """Set another learning rate for the tables."""
     side.set_lr(side.clock.param_groups[0]["lr"] * args["factor"])
     return step(side, args)
 
 
 @action(1.0, factor=(0.5, 1.5), steps=(1, 2))
 def schedule(side: Any, args: dict[str, Any]) -> Seen:
-    """A LambdaLR over the tables' optimizer."""
+    """Run a LambdaLR over the tables' optimizer."""
     side.schedule(args["factor"], args["steps"])
     return step(side, args)
 
@@ -136,7 +136,7 @@ def _outputs_of(model: Any, batch: Batch) -> Seen:
 @action(2.0, may_refuse=lambda a: False, fits=lambda p: not is_wrapped(p),
         write=("copy", "original", "none"))
 def deepcopy(side: Any, args: dict[str, Any]) -> Seen:
-    """A copy keeps its numbers while the original is trained, and the other way round."""
+    """Check that a copy keeps its numbers while the original is trained, and vice versa."""
     other = copy.deepcopy(side.core)
     seen = step(side, args)
     batch = side.batches(args)[side.mine]
@@ -155,7 +155,7 @@ def deepcopy(side: Any, args: dict[str, Any]) -> Seen:
 
 
 def _close(side: Any, model: Any) -> None:
-    """Tables of a copy are released where they are sharded."""
+    """Release the tables of a copy if they are sharded."""
     for module in model.modules() if side.is_sharded else []:
         tables = getattr(module, "tables", None)
         if tables is not None and tables is not getattr(side.module(side.tables[0]), "tables", 0):
@@ -164,7 +164,7 @@ def _close(side: Any, model: Any) -> None:
 
 @action(2.0, fits=lambda p: not is_wrapped(p), steps=(1, 2, 3), ema=(False, True))
 def average(side: Any, args: dict[str, Any]) -> Seen:
-    """``AveragedModel``: the mean, or an exponential one, of several steps."""
+    """Average several steps by ``AveragedModel``, with equal or exponential weights."""
     averaged = AveragedModel(side.core, multi_avg_fn=get_ema_multi_avg_fn(0.75)
                              if args["ema"] else None)
     seen: Seen = {}
@@ -179,13 +179,13 @@ def average(side: Any, args: dict[str, Any]) -> Seen:
 @action(1.5, may_refuse=True, fits=lambda p: not is_wrapped(p),
         by=("pickle", "torch.save", "copy", "jit.trace"))
 def serialise(side: Any, args: dict[str, Any]) -> Seen:
-    """The model as a whole, written and read back, copied, or traced."""
+    """Pickle and unpickle, copy, or trace the whole model."""
     return _other_model(side, args)
 
 
 @action(0.1, may_refuse=True, fits=lambda p: not is_wrapped(p), by=("jit.script",))
 def script(side: Any, args: dict[str, Any]) -> Seen:
-    """The model compiled by TorchScript, which takes a while."""
+    """Compile the model by TorchScript, which takes a while."""
     return _other_model(side, args)
 
 
@@ -214,7 +214,7 @@ def _other_model(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(8.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)
 def wrap(side: Any, args: dict[str, Any]) -> Seen:
-    """Two steps inside DistributedDataParallel, then without it."""
+    """Make two steps inside DistributedDataParallel, then continue without it."""
     if side.is_sharded:
         side.wrap("ddp after")
     seen = step(side, args) | {f"second {n}": x for n, x in step(side, args, 1).items()}
@@ -225,7 +225,7 @@ def wrap(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(0.3, exact=True)
 def checkpoint(side: Any, args: dict[str, Any]) -> Seen:
-    """A checkpoint is written, the model trained on, and the checkpoint loaded."""
+    """Write a checkpoint, continue training, and load the checkpoint."""
     seen: Seen = {}
     side.checkpoint(lambda: seen.update(step(side, args)))
     return seen

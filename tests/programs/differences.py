@@ -1,8 +1,7 @@
 """What changes after sharding: the differences from the unsharded model that the oracle allows.
 
-The same list, with the reasons, is docs/reference/what-changes.md; a test compares numbers and
-headings. An
-action that runs into one says so where it expects it.
+docs/reference/what-changes.md has the same list with reasons; a test compares numbers and headings.
+An action that meets a difference names it in its `Action`.
 """
 
 from __future__ import annotations

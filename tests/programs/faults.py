@@ -1,6 +1,6 @@
-"""Faults planted in OPER, each of which the fuzzer has to find within its quick seeds.
+"""Faults planted in OPER, each of which the fuzzer must find within its quick seeds.
 
-Most remove code that makes a sharded module behave like the unsharded one.
+Most of them remove code that makes a sharded module behave like the unsharded one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Fault]] = {}
 
 @contextlib.contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """A fault of `FAULTS` inside the block; nothing for None."""
+    """Plant a fault of `FAULTS` inside the block; None = no fault."""
     if name is None:
         yield
         return
@@ -31,7 +31,7 @@ def planted(name: str | None) -> Iterator[None]:
 
 
 def fault(*actions: str) -> Any:
-    """Enter a function that returns a patch into the table, under its name in words."""
+    """Register a function that returns a patch in the table, under its name with spaces."""
     def enter(make: Fault) -> Fault:
         FAULTS[make.__name__.replace("_", " ")] = actions, make
         return make
@@ -40,7 +40,7 @@ def fault(*actions: str) -> Any:
 
 
 def _around(owner: Any, name: str, changed: Callable[..., Any]) -> Any:
-    """Patch a function by ``changed(original, *args)``."""
+    """Replace a function by ``changed(original, *args)``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -55,7 +55,7 @@ def _around(owner: Any, name: str, changed: Callable[..., Any]) -> Any:
 
 @fault("freeze", "freeze_between")
 def frozen_tables_are_trained() -> Any:
-    """``requires_grad_(False)`` is forgotten by the tables."""
+    """The tables ignore ``requires_grad_(False)``."""
     return mock.patch.object(_TABLES, "frozen", property(
         lambda self: frozenset(), lambda self, value: None), create=True)
 
@@ -90,7 +90,7 @@ def changed_ids_are_trained() -> Any:
 
 @fault("train")
 def padding_is_trained() -> Any:
-    """``padding_idx`` is forgotten."""
+    """``padding_idx`` is ignored."""
     return mock.patch.object(torch_modules.ShardedEmbeddingBag, "_drop_padding",
                              lambda self, ids, lengths, weights: (ids, lengths, weights))
 
@@ -118,7 +118,7 @@ def wrappers_wait_for_the_tables() -> Any:
 
 @fault("set_lr", "schedule")
 def learning_rates_stay() -> Any:
-    """The groups that schedules write to belong to no optimizer."""
+    """The parameter groups to which schedules write belong to no optimizer."""
     def changed(original: Any, self: Any, passed: Any) -> Any:
         groups = [dict(g, lr=self.optimizers[g["tables"][0]].lr) if g["tables"] else g
                   for g in self.param_groups]

@@ -1,7 +1,7 @@
 """Models of the programs: drawn at random as plain data, built, and called with drawn batches.
 
-A model is a dict that prints as a Python literal, so that a failing program can be run again from
-its text. Sharded and unsharded models are built from the same data and hold the same numbers.
+A model is a dict that prints as a Python literal, so that the text of a failing program is enough
+to run it again. Sharded and unsharded models are built from the same data and have equal weights.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SHAPES = ("usual", "usual", "usual", "empty_bags", "empty_batch", "one", "repeat
 
 
 def draw_model(rng: np.random.Generator) -> Spec:
-    """A model as data."""
+    """Draw a model, as data."""
     container = str(rng.choice(["bare", "sequential", "named", "named", "named"]))
     embs = [draw_embedding(rng) for _ in range(1 + (container == "named" and rng.random() < 0.35))]
-    if len(embs) > 1:  # a subclass with a forward pass of its own stays as it is, with a warning
+    if len(embs) > 1:  # sharding leaves a subclass with its own forward pass, with a warning
         for emb in embs:
             emb.update({"subclass": ""} if emb.get("subclass") == "scaled" else {})
     dense = container == "named" and rng.random() < 0.7
@@ -50,7 +50,7 @@ def draw_model(rng: np.random.Generator) -> Spec:
 
 
 def draw_embedding(rng: np.random.Generator) -> Spec:
-    """One module with tables."""
+    """Draw a module with tables, as data."""
     kind = str(rng.choice(["bag", "bag", "embedding", "ebc", "ebc", "ec"]))
     half = bool(rng.random() < 0.12)
     if kind in ("bag", "embedding"):
@@ -112,7 +112,7 @@ class Net(nn.Module):
             self.dense = nn.Linear(width, 2)
 
     def forward(self, inputs: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
-        """All outputs as tensors, that of the dense layer first."""
+        """Return all outputs as tensors, that of the dense layer first."""
         outs = []
         for name, args in zip(NAMES, inputs, strict=False):
             outs += tensors_of(getattr(self, name)(*args))
@@ -130,7 +130,7 @@ def _first_width(emb: Spec) -> int:
 
 
 def build(spec: Spec) -> nn.Module:
-    """The unsharded model, with numbers that depend on its seed only."""
+    """Build the unsharded model, whose weights depend only on its seed."""
     if spec["container"] == "named":
         model: nn.Module = Net(spec)
     else:
@@ -167,7 +167,8 @@ def build_embedding(emb: Spec) -> nn.Module:
 
 @dataclass(frozen=True)
 class Table:
-    """Where one table is: its module's path in the model, its own name, its state_dict key."""
+    """A table's place: the path of its module in the model, its own name, and its state_dict key.
+    """
 
     path: str
     own: str
@@ -179,7 +180,7 @@ class Table:
 
 
 def tables_of(spec: Spec) -> list[Table]:
-    """All tables of a model."""
+    """List all tables of a model."""
     found = []
     for name, emb in zip(NAMES, spec["embs"], strict=False):
         path = {"bare": "", "sequential": "0", "named": name}[spec["container"]]
@@ -196,7 +197,7 @@ def tables_of(spec: Spec) -> list[Table]:
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output."""
+    """List the tensors of a module's output."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list):
@@ -207,14 +208,15 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def whole(value: Any) -> Any:
-    """A copy of a state's value as a plain tensor; values that are no tensors are unchanged."""
+    """Copy a value of a state as a plain tensor; other values than tensors are returned unchanged.
+    """
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def names_of(result: Any) -> Any:
-    """Data of an output other than its values: keys, lengths, ids."""
+    """Return the data of an output other than its values: keys, lengths and ids."""
     if isinstance(result, KeyedTensor):
         return result.keys(), result.length_per_key()
     if isinstance(result, dict):
@@ -255,11 +257,11 @@ class Batch:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the model's forward pass."""
+        """Arguments of the model's forward pass."""
         return (self.inputs,) if self.spec["container"] == "named" else self.inputs[0]
 
     def coefficients(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """Of an output in the loss, its dtype and shape."""
+        """Return the coefficients of an output in the loss, in its dtype and shape."""
         rng = torch.Generator().manual_seed(self.seed * 31 + index)
         return torch.randn(out.shape, generator=rng).to(out.dtype)
 
@@ -347,7 +349,8 @@ class Batch:
 
 
 def call_unsharded(model: Any, spec: Spec, batch: Batch) -> Any:
-    """The output of a model that cannot take batches of no samples: TorchRec cannot split them."""
+    """Return the output of a model; TorchRec cannot split batches without samples, which are
+    replaced by empty outputs."""
     features = [args[0] for args in batch.inputs]
     if not any(isinstance(f, KeyedJaggedTensor) and f.stride() == 0 for f in features):
         return model(*batch.arguments)
@@ -363,7 +366,7 @@ def call_unsharded(model: Any, spec: Spec, batch: Batch) -> Any:
 
 
 def _empty(module: Any, emb: Spec, args: tuple[Any, ...]) -> Any:
-    """The output of a batch of no samples."""
+    """Return the output for a batch without samples."""
     if emb["kind"] in ("bag", "embedding"):
         return module(*args)
     none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Optimizers of the programs: given to OPER by tag or argument, and the oracle's formulas.
+"""Optimizers of the programs, given to OPER by tag or argument, and to the oracle as formulas.
 
-A row of `KINDS` adds one: oper's class, the class that ``apply_optimizer_in_backward`` is given
-(None = there is none), and the arguments that are drawn. The formula is that of
-`tests.optimizer_support.update_rows`.
+A row of `KINDS` adds an optimizer: OPER's class, the class for ``apply_optimizer_in_backward``
+(None = there is none), and the arguments from which to draw. The formula is that of
+`tests.optimizer_formulas.update_rows`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, list[Any]]]] = {
 
 
 def draw_optimizer(rng: np.random.Generator) -> dict[str, Any]:
-    """An optimizer as data: its kind, how it is given, its arguments."""
+    """Draw an optimizer, as data: its kind, how it is given to OPER, and its arguments."""
     kind = str(rng.choice(list(KINDS)))
     _, peer, choices = KINDS[kind]
     by = "tag" if peer is not None and rng.random() < 0.5 else "argument"
@@ -40,11 +40,11 @@ def draw_optimizer(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def make(optimizer: dict[str, Any]) -> Any:
-    """oper's optimizer."""
+    """Create OPER's optimizer."""
     return KINDS[optimizer["kind"]][0](**optimizer["arguments"])
 
 
 def tag(optimizer: dict[str, Any], model: nn.Module, keys: set[str]) -> None:
-    """Tag a model's tables as TorchRec's users do."""
+    """Tag a model's tables as users of TorchRec do."""
     tables = [p for name, p in model.named_parameters() if name in keys]
     _apply_optimizer_in_backward(KINDS[optimizer["kind"]][1], tables, dict(optimizer["arguments"]))

@@ -19,7 +19,7 @@ from tests.programs.sharded import Sharded
 from tests.programs.sides import Talk, Unsharded
 from tests.programs.table import ACTIONS, Action, Seen
 
-# What an action came to. The last three are failures.
+# Outcomes of an action; the last three are failures.
 AGREED, BOTH, ALONE, DIFFERENT, RAW, ACCEPTED = (
     "agreed", "refused on both sides", "refused by OPER alone", "different", "raw error",
     "accepted by OPER alone")
@@ -33,9 +33,9 @@ class Finding:
 
     Attributes:
         kind: DIFFERENT, RAW or ACCEPTED.
-        action: the name of the action that showed it; "shard" for the first.
-        number: its place in the program.
-        text: what was seen.
+        action: name of the action that showed it; "shard" if sharding itself failed.
+        number: index of the action in the program.
+        text: description.
     """
 
     kind: str
@@ -110,7 +110,7 @@ def run(program: Program, talk: Talk) -> Report:
 
 @contextlib.contextmanager
 def _group(program: Program) -> Iterator[None]:
-    """A process group of one rank, if a program needs it."""
+    """Create a process group of one rank if a program needs it."""
     if program.world_size > 1 or not program.dist:
         yield
         return
@@ -145,11 +145,11 @@ def _count(report: Report, name: str, outcome: str, error: Exception | None = No
 
 
 class _Ended(Exception):
-    """The program ends here, by difference 11."""
+    """The program ends here, because of difference 11."""
 
 
 class _Sides:
-    """Both sides, kept together."""
+    """Both sides of a program."""
 
     def __init__(self, sharded: Sharded, reference: Unsharded, talk: Talk) -> None:
         self.sharded, self.reference, self.talk = sharded, reference, talk
@@ -157,7 +157,7 @@ class _Sides:
         self.refused_batch = False  # on several ranks, after which training may have ended
 
     def act(self, action: Action, args: dict[str, Any], report: Report) -> None:
-        """One action on both sides, and the comparison."""
+        """Run an action on both sides and compare them."""
         got, error = _attempt(lambda: action.run(self.sharded, args))
         lost = isinstance(error, PeerLostError) or "given up this exchange" in str(error)
         codes = self.talk.exchange(2 if lost else int(error is not None))
@@ -207,7 +207,7 @@ class _Sides:
         self.compare(action.exact(args))
 
     def _refused(self, action: Action, args: dict[str, Any], error: Exception) -> str:
-        """The sharded side has raised an error: find out what the other side does."""
+        """Determine what the unsharded side does after the sharded side has raised an error."""
         other = self.reference.clone()
         _, theirs = _attempt(lambda: action.run(other, args))
         ours = isinstance(error, OperError)
@@ -237,8 +237,8 @@ class _Sides:
         return BOTH
 
     def compare(self, exact: bool, when: str = "") -> None:
-        """Rows, optimizer states and the dense layer; the reference continues from the sharded
-        numbers, which agree with its own."""
+        """Compare rows, optimizer states and the dense layer; the reference continues from the
+        sharded side's numbers, which agree with its own."""
         found, error = _attempt(lambda: (self.sharded.rows(), self.sharded.states(),
                                          self.sharded.dense_state()))
         if error is not None:
@@ -268,7 +268,7 @@ def _compare_seen(got: Seen, want: Seen, half: bool) -> None:
 
 
 def _differs(got: Any, want: Any, exact: bool, half: bool) -> str | None:
-    """What is different about two values, or None."""
+    """Describe the difference of two values; None if they agree."""
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         return None if _same(got, want) else f"is {_short(got)}, want {_short(want)}"
     kinds = [(x.device.type, x.dtype, tuple(x.shape)) for x in (got, want)]
@@ -287,7 +287,7 @@ def _differs(got: Any, want: Any, exact: bool, half: bool) -> str | None:
 
 
 def _same(got: Any, want: Any) -> bool:
-    """Equality of plain values; numbers in them may be nan."""
+    """Whether plain values are equal; NaN equals NaN."""
     return bool(got == want) or repr(got) == repr(want)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Importing these fills the table.
+# Importing these modules registers their actions.
 from tests.programs import copies, training, weights
 from tests.programs.models import Spec, draw_model
 from tests.programs.optimizers import draw_optimizer
@@ -28,9 +28,9 @@ class Program:
         optimizer: see `optimizers.draw_optimizer`.
         actions: names and arguments.
         plan: seed of the plan.
-        world_size: ranks.
+        world_size: number of ranks.
         wrapper: "", "ddp before", "ddp after" or "dmp".
-        dist: whether there is a process group at W = 1.
+        dist: whether there is a process group with one rank.
     """
 
     model: Spec
@@ -42,7 +42,7 @@ class Program:
     dist: bool = False
 
     def text(self) -> str:
-        """The program as a Python expression, an action per line."""
+        """Format the program as a Python expression, one action per line."""
         rest = {"model": self.model, "optimizer": self.optimizer, "plan": self.plan,
                 "world_size": self.world_size, "wrapper": self.wrapper, "dist": self.dist}
         lines = [f"    {k}={pprint.pformat(v, width=92, compact=True, sort_dicts=False)},"
@@ -53,13 +53,13 @@ class Program:
 
 def draw_program(seed: int, world_size: int, only: str | None = None,
                  skip: Collection[str] = ()) -> Program:
-    """The program of a seed.
+    """Draw the program of a seed.
 
     Args:
-        seed: of all choices.
-        world_size: ranks.
-        only: an action that is to be drawn as often as all others together.
-        skip: actions that are not to be drawn.
+        seed: seed of all choices.
+        world_size: number of ranks.
+        only: an action that is drawn as often as all others together.
+        skip: actions that are not drawn.
     """
     rng = np.random.default_rng([seed, world_size])
     model = draw_model(rng)

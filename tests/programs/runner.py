@@ -1,4 +1,4 @@
-"""Runs many programs, sums up their results, and shrinks failing ones."""
+"""Run many programs, summarise their results, and shrink failing ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Totals:
 
     Attributes:
         counts: by action and outcome.
-        refusals: by action and text, of refusals by OPER alone.
-        findings: the first program of every way to fail, and how many there were.
+        refusals: number of refusals by OPER alone, by action and text.
+        findings: first program of each kind of failure, and the number of such failures.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -36,7 +36,7 @@ class Totals:
     programs: int = 0
 
     def add(self, seed: int, program: Program, report: Any) -> bool:
-        """One more program; returns whether it failed in a new way."""
+        """Add the report of a program; return whether it failed in a new way."""
         self.programs += 1
         self.counts += report.counts
         self.refusals += report.refusals
@@ -48,12 +48,12 @@ class Totals:
         return self.failures[signature] == 1
 
     def progress(self, seconds: float) -> str:
-        """One line of progress."""
+        """Format a line of progress."""
         return (f"{self.programs:,} programs, {self.programs / seconds:.1f} a second, "
                 f"{sum(self.failures.values()):,} failed ({len(self.findings)} ways)")
 
     def table(self) -> str:
-        """Actions by outcome."""
+        """Format a table of actions by outcome."""
         names = sorted({name for name, _ in self.counts})
         rows = [["action", "tried", "agreed", "both refused", "OPER refused", "failed"]]
         for name in names:
@@ -68,14 +68,15 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
     """Run the programs of some seeds.
 
     Args:
-        seeds: of programs.
-        world_size: ranks.
-        only: an action that is to be drawn often.
-        skip: actions that are not to be drawn.
-        jobs: processes (W = 1) or groups of them; 0 = in this process (W = 1 only).
-        fault: one of `faults.FAULTS`.
-        stop_at: stop after so many findings of different kinds.
-        quiet: no progress.
+        seeds: seeds of the programs.
+        world_size: number of ranks.
+        only: an action that is drawn often.
+        skip: actions that are not drawn.
+        jobs: number of processes with one rank, otherwise of groups of processes; 0 = this process
+            (one rank only).
+        fault: one of `faults.FAULTS`, which is planted.
+        stop_at: stop after this many findings of different kinds.
+        quiet: print no progress.
     """
     totals, lock, left = Totals(), threading.Lock(), iter(seeds)
     begin = shown = time.monotonic()
@@ -108,7 +109,7 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
             worker.close()
 
     if jobs == 0:
-        gc.freeze()  # what was imported need not be looked through again and again
+        gc.freeze()  # imported objects need not be scanned by every collection
         work()
     else:
         threads = [threading.Thread(target=work) for _ in range(jobs)]
@@ -123,7 +124,7 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
 
 def smallest(program: Program, finding: Finding, *, fault: str | None = None, local: bool = False,
              budget: int = 250) -> tuple[Program, Finding]:
-    """A failing program made small, and what it then shows."""
+    """Shrink a failing program; return it and its finding."""
     worker: Any = Local(fault) if local else Processes(program.world_size, fault)
     last = finding
 

@@ -25,7 +25,7 @@ class Sharded(Side):
 
     Args:
         plan: seed of the random plan.
-        wrapper: "", "ddp before", "ddp after", or "dmp".
+        wrapper: "", "ddp before", "ddp after" or "dmp".
     """
 
     is_sharded = True
@@ -44,7 +44,7 @@ class Sharded(Side):
             self.wrap(wrapper)
 
     def build(self, plan: int) -> Any:
-        """A freshly sharded model."""
+        """Build and shard a new model."""
         model: Any = build(self.spec)
         chosen = None
         if self.optimizer["by"] == "tag":
@@ -71,12 +71,12 @@ class Sharded(Side):
         self.wrapper = wrapper
 
     def new_plan(self, seed: int) -> oper.Plan:
-        """Another plan for the tables that the model has."""
+        """Make another plan for the model's tables."""
         specs = [s for m in self.sharded_modules() for s in m.tables.specs.values()]
         return _for_sequences(rich_plan(specs, self.world_size, seed, True))
 
     def sharded_modules(self) -> list[Any]:
-        """The modules that hold tables."""
+        """List the modules that hold tables."""
         return [m for m in self.core.modules() if hasattr(m, "tables")
                 and type(m).__module__.startswith("oper.integration")]
 
@@ -103,7 +103,8 @@ class Sharded(Side):
             yield
 
     def optimizers(self) -> list[Any]:
-        """Where learning rates are set: optimizers of collections, other modules themselves."""
+        """List the objects on which learning rates are set: optimizers of collections, and other
+        modules themselves."""
         found = []
         for table in self.tables:
             module = self.module(table)
@@ -185,7 +186,7 @@ class Sharded(Side):
         oper.load_checkpoint(path, self.core, self._combined())
 
     def _combined(self) -> Any:
-        """The optimizers of all collections as one."""
+        """Return the optimizers of all collections as one."""
         found = {f"of {k}": x for k, x in enumerate(self.optimizers())
                  if not isinstance(x, nn.Module)}
         return CombinedOptimizer(list(found.items())) if found else None
@@ -226,7 +227,7 @@ class Sharded(Side):
 
 
 def _forget(owner: Any) -> None:
-    """Set an optimizer state to that of tables that were never trained."""
+    """Reset an optimizer state to that of untrained tables."""
     if isinstance(owner, nn.Module):
         state = owner.optimizer_state_dict()
         entries = state["state"]["weight"]
@@ -235,7 +236,7 @@ def _forget(owner: Any) -> None:
 
 
 def _for_sequences(plan: oper.Plan) -> oper.Plan:
-    """Tiers of unpooled tables are pulled: push pools."""
+    """Change the tiers of unpooled tables to pull, since push pools."""
     return replace(plan, tables=tuple(
         t if t.table.pooling != "none" else replace(t, pieces=tuple(
             replace(p, tiers=tuple(replace(x, mode="pull") for x in p.tiers))

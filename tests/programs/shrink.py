@@ -1,4 +1,4 @@
-"""Makes a failing program small: fewer actions, a plainer model, plainer arguments."""
+"""Shrink a failing program: fewer actions, a simpler model, simpler arguments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tests.programs.program import Program
 from tests.programs.table import ACTIONS
 
 _SGD = {"kind": "sgd", "by": "argument", "arguments": {"lr": 0.25}}
-# Of what a model is made of, by name; what else there is in a list is left out, where it can be.
+# The plainest value of each field of a model; elements of lists are removed where possible.
 _PLAIN = {"dense": "", "half": False, "padding": None, "weighted": False, "last": False,
           "mode": "sum", "subclass": "", "need_indices": False, "rows": 4, "dim": 1}
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], budget: int = 250) -> Program:
-    """The smallest program found that fails in the same way.
+    """Return the smallest program found that fails in the same way.
 
     Args:
-        program: fails.
-        fails: whether a program does, in that way; one that cannot be built does not.
-        budget: programs tried at most.
+        program: a program that fails.
+        fails: whether a program fails in that way; false for one that cannot be built.
+        budget: maximum number of programs to try.
     """
     tries = 0
     improved = True
@@ -38,7 +38,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], budget: int = 250
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Slightly simpler programs, the largest simplifications first."""
+    """Yield slightly simpler programs, the largest simplifications first."""
     actions = program.actions
     for size in (len(actions) // 2, len(actions) // 4, 2, 1):
         for begin in range(0, len(actions), size) if size else ():
@@ -65,7 +65,8 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _plainer(data: Any) -> Iterator[Any]:
-    """Dictionaries with one value of `_PLAIN`, lists without one element, and what is inside."""
+    """Yield dictionaries with one value replaced by that of `_PLAIN`, lists without one element,
+    and the same for nested values."""
     if isinstance(data, dict):
         for name, value in data.items():
             if value != _PLAIN.get(name, value):

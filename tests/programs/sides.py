@@ -1,10 +1,11 @@
-"""The two sides of a program: the unsharded model that defines what is right, and the sharded one.
+"""The two sides of a program: the unsharded model, which defines what is right, and the sharded
+one.
 
-Actions are written once, against what both sides have in common, as a user's program would be. The
-unsharded side computes the batches of all ranks in one process and takes the mean of their losses;
-its tables are updated while gradients are accumulated, on the rows that were looked up, by the
-formulas of `tests.optimizer_support`. ``sparse=True``, which changes nothing else, says which rows
-those are; in 16 bits they are those whose gradient is not 0.
+Actions are written once, against the common interface of both sides, like a user's program. The
+unsharded side computes the batches of all ranks in one process and takes the mean of their losses.
+While gradients are accumulated, it updates the rows that were looked up by the formulas of
+`tests.optimizer_formulas`; ``sparse=True``, which changes nothing else, shows which rows these are.
+With 16-bit tables they are the rows whose gradient is not 0.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Talk:
     """Communication between the ranks of a program.
 
     Args:
-        rank, world_size: of this process.
-        folder: that all ranks share, for files.
+        rank, world_size: this process's rank and the number of ranks.
+        folder: a folder for files that all ranks share.
     """
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
 
     def exchange(self, code: int) -> list[int]:
-        """Every rank's number, by rank."""
+        """Gather every rank's number, by rank."""
         if self.world_size == 1:
             return [code]
         mine = torch.tensor([code])
@@ -56,18 +57,18 @@ class Talk:
 class Side:
     """A model under a program: what both sides have in common.
 
-    `Unsharded` and `Sharded` add `computed_ranks`, `call`, what changes the tables' optimizers,
-    saves and loads, and what the oracle compares.
+    `Unsharded` and `Sharded` add `computed_ranks`, `call`, methods that change the tables'
+    optimizers, save and load, and what the oracle compares.
 
     Args:
-        spec: the model's, as `models.draw_model` draws it.
-        optimizer: of the tables, as `optimizers.draw_optimizer` draws it.
-        talk: to the other ranks.
+        spec: the model, as drawn by `models.draw_model`.
+        optimizer: the tables' optimizer, as drawn by `optimizers.draw_optimizer`.
+        talk: connection to the other ranks.
 
     Attributes:
         core: the model.
         net: the model, or a wrapper around it.
-        wrapper: which, on the sharded side; "" for none.
+        wrapper: kind of this wrapper, on the sharded side; "" for none.
         tables: its tables.
     """
 
@@ -80,22 +81,22 @@ class Side:
         self.core: Any = None
         self.net: Any = None
         self.wrapper = ""
-        # Learning rates of tables that no torch optimizer stands for.
+        # Learning rates of tables without a torch optimizer.
         lr = float(optimizers.make(optimizer).lr)
         self.clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
 
     # ---- what a user's program reaches -----------------------------------------------------------
 
     def table(self, number: int) -> Table:
-        """The table with that number, modulo the number of tables."""
+        """Return table `number` modulo the number of tables."""
         return self.tables[number % len(self.tables)]
 
     def module(self, table: Table) -> Any:
-        """The module that holds a table."""
+        """Return the module that holds a table."""
         return self.core.get_submodule(table.path)
 
     def weight(self, table: Table, how: str = "attribute") -> torch.Tensor:
-        """A table's weight, as users reach it."""
+        """Return a table's weight, in one of the ways in which users access it."""
         if how == "named":
             return dict(self.core.named_parameters())[table.key]
         if how == "get":
@@ -106,27 +107,28 @@ class Side:
         return module.embeddings[table.own].weight if table.kind == "ec" else module.weight
 
     def dense(self) -> list[nn.Parameter]:
-        """Parameters of the dense layer."""
+        """List the parameters of the dense layer."""
         layer = getattr(self.core, "dense", None)
         return [] if layer is None else list(layer.parameters())
 
     def batches(self, args: dict[str, Any], offset: int = 0) -> list[Batch]:
-        """The batches of a step that this process computes, its own at `mine`."""
+        """List the batches of a step that this process computes; this rank's own is at index
+        `mine`."""
         return [Batch(self.spec, args["seed"] + 7919 * offset + 101 * rank, args["shapes"][rank])
                 for rank in self.computed_ranks()]
 
     @property
     def mine(self) -> int:
-        """Place of this rank's batch among those of a step."""
+        """Index of this rank's batch among those of a step."""
         return self.computed_ranks().index(self.rank)
 
     def outputs(self, batch: Batch) -> list[torch.Tensor]:
-        """The tensors of the model's output."""
+        """Return the tensors of the model's output."""
         return tensors_of(self.call(batch))
 
     def loss(self, outs: list[list[torch.Tensor]], batches: list[Batch],
              square: float = 0.0) -> torch.Tensor:
-        """Mean over the computed ranks of a loss of their outputs."""
+        """Return the mean over the computed ranks of a loss of their outputs."""
         total = torch.zeros(())
         for out, batch in zip(outs, batches, strict=True):
             for k, x in enumerate(out):
@@ -135,7 +137,7 @@ class Side:
         return total / len(batches)
 
     def step_dense(self) -> None:
-        """One step of the dense layer's optimizer."""
+        """Make one step of the dense layer's optimizer."""
         if self.dense():
             self.average_dense()
             optimizer = torch.optim.SGD(self.dense(), lr=DENSE_LR)
@@ -143,12 +145,12 @@ class Side:
             optimizer.zero_grad()
 
     def average_dense(self) -> None:
-        """Gradients of the dense layer, averaged over ranks if nothing else does it."""
+        """Average gradients of the dense layer over ranks, unless a wrapper does it."""
 
     # ---- what the oracle compares ----------------------------------------------------------------
 
     def dense_state(self) -> dict[str, torch.Tensor]:
-        """The dense layer's numbers."""
+        """Return the dense layer's weights."""
         return {f"dense.{k}": p.detach().clone() for k, p in enumerate(self.dense())}
 
 
@@ -156,7 +158,7 @@ class Side:
 
 
 class Unsharded(Side):
-    """What defines the right numbers."""
+    """The reference, which defines the right numbers."""
 
     def __init__(self, spec: Spec, optimizer: dict[str, Any], talk: Talk) -> None:
         super().__init__(spec, optimizer, talk)
@@ -171,7 +173,8 @@ class Unsharded(Side):
         self.prepare()
 
     def prepare(self) -> None:
-        """Update all tables in the backward pass, whatever parameters they have by now."""
+        """Register updates of all tables in the backward pass, for the parameters that they have
+        now."""
         for module in self.core.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = module.weight.dtype == torch.float32  # torch cannot add others
@@ -214,7 +217,7 @@ class Unsharded(Side):
             self.state[key][part][rows] = x
 
     def clone(self) -> Unsharded:
-        """An independent copy, for actions that may come to nothing."""
+        """Make an independent copy, for actions whose effect may be discarded."""
         other: Unsharded = copy.copy(self)
         other.core = copy.deepcopy(self.core)
         other.net, other.hooked = other.core, {}
@@ -230,12 +233,12 @@ class Unsharded(Side):
         return list(range(self.world_size))
 
     def call(self, batch: Batch) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return call_unsharded(self.net, self.spec, batch)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradient accumulation."""
+        """Accumulate gradients inside the block."""
         before, self.holds = self.holds, True
         try:
             yield
@@ -243,7 +246,7 @@ class Unsharded(Side):
             self.holds = before
 
     def drop_gradients(self) -> None:
-        """Drop the tables' gradients of passes under `no_sync`."""
+        """Discard the tables' gradients of passes under `no_sync`."""
         for table in self.tables:
             self.core.get_parameter(table.key).grad = None
 
@@ -254,7 +257,7 @@ class Unsharded(Side):
         run_schedule(self.clock, factor, steps)
 
     def keep_optimizer(self) -> Any:
-        """The state of the tables' optimizers, copied."""
+        """Copy the state of the tables' optimizers."""
         return copy.deepcopy(self.state), dict(self.steps)
 
     def load_optimizer(self, kept: Any) -> None:
@@ -274,7 +277,7 @@ class Unsharded(Side):
                     x.zero_()
 
     def checkpoint(self, between: Callable[[], Any]) -> None:
-        """Save everything to a file, do something, and load it."""
+        """Save everything to a file, call `between`, and load the file."""
         kept, rows = self.keep_optimizer(), self.rows()
         dense = self.dense_state()
         between()
@@ -282,12 +285,12 @@ class Unsharded(Side):
         self.adopt(rows, self.states(), dense)
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """All rows, by state_dict key, copied."""
+        """Copy all rows, by state_dict key."""
         parameters = dict(self.core.named_parameters())
         return {t.key: parameters[t.key].detach().clone() for t in self.tables}
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All optimizer states, by state_dict key and part, copied."""
+        """Copy all optimizer states, by state_dict key and part."""
         found = {f"{key} {part}": x.clone() for key, state in self.state.items()
                  for part, x in state.items()}
         if "adam" in self.rule.name:
@@ -297,7 +300,8 @@ class Unsharded(Side):
     @torch.no_grad()
     def adopt(self, rows: dict[str, torch.Tensor], states: dict[str, torch.Tensor],
               dense: dict[str, torch.Tensor]) -> None:
-        """Continue from numbers that agree within rounding, so that errors do not add up."""
+        """Continue from numbers that agree within rounding, so that rounding errors do not
+        accumulate."""
         parameters = dict(self.core.named_parameters())
         for key, value in rows.items():
             parameters[key].data.copy_(value)
@@ -309,7 +313,7 @@ class Unsharded(Side):
 
 
 def run_schedule(optimizer: Any, factor: float, steps: int) -> None:
-    """Some steps of a LambdaLR."""
+    """Make some steps of a LambdaLR."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: factor**n)
     for _ in range(steps):
         schedule.step()

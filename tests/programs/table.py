@@ -1,6 +1,6 @@
 """The table of actions: what a user may do, and what the oracle allows.
 
-An action is a function of a side and of drawn arguments that returns what a user would see. It is
+An action is a function of a side and of drawn arguments, which returns what a user would see. It is
 written once and run on both sides.
 """
 
@@ -22,15 +22,15 @@ class Action:
     """One kind of action.
 
     Attributes:
-        name: in programs and reports.
-        run: ``run(side, args)``.
-        weight: how often it is drawn.
-        choices: arguments beside the common ones, each drawn from a sequence.
-        may_refuse: whether OPER may answer with an `OperError` where torch goes on, by arguments.
+        name: name in programs and reports.
+        run: called as ``run(side, args)``.
+        weight: relative frequency with which it is drawn.
+        choices: arguments in addition to the common ones, each drawn from a sequence.
+        may_refuse: whether OPER may raise an `OperError` where torch does not, by arguments.
         exact: whether rows must agree bit for bit afterwards, by arguments.
-        fits: whether a program may hold it, by program.
-        otherwise: what OPER may do as well where torch refuses: another ``run``, or None.
-        difference: its number in `differences.DIFFERENCES`, whose behaviour `run` expects.
+        fits: whether a program may contain it, by program.
+        otherwise: what OPER may do instead if torch refuses: another ``run``, or None.
+        difference: number of the difference in `differences.DIFFERENCES` that `run` expects.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Action:
     difference: int | None = None
 
     def draw(self, rng: np.random.Generator, world_size: int) -> dict[str, Any]:
-        """Arguments as plain data."""
+        """Draw arguments, as plain data."""
         args: dict[str, Any] = {
             "seed": int(rng.integers(0, 1 << 20)),
             "shapes": [str(rng.choice(SHAPES)) for _ in range(world_size)],
@@ -87,7 +87,7 @@ def has_dense(program: Any) -> bool:
 
 
 def has_weights(program: Any) -> bool:
-    """Whether a module takes per-sample weights in a way that the program can reach."""
+    """Whether a module takes per-sample weights as a tensor that the program can access."""
     model: Spec = program.model
     return any(e.get("weighted") for e in model["embs"]) and (
         model["container"] != "sequential" or model["embs"][0]["kind"] == "ebc")

@@ -1,6 +1,7 @@
 """The quick profile of the program fuzzer, which must find the planted faults.
 
-The long one: ``python -m tests.programs --seeds 0:20000`` and ``--world-size 2 --seeds 0:2000``.
+The long profile: ``python -m tests.programs --seeds 0:20000``, and ``--world-size 2 --seeds
+0:2000``.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def test_two_ranks() -> None:
 
 @pytest.fixture(scope="module")
 def clean() -> Iterator[dict[int, Finding | None]]:
-    """Results of programs without a fault, by seed, computed as needed."""
+    """Yield the results of programs without a fault, by seed, computed when needed."""
     yield {}
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_planted_faults_are_found(name: str, clean: dict[int, Finding | None]) -> None:
-    """By a program of the quick seeds that finds nothing without the fault."""
+    """A quick seed must fail that does not fail without the fault."""
     actions, _ = FAULTS[name]
     sound, faulty = Local(), Local(name)
     try:
@@ -77,7 +78,7 @@ def test_a_fault_of_two_ranks_is_found() -> None:
 
 
 def test_processes_that_end_are_a_finding_and_are_replaced() -> None:
-    """The next program runs."""
+    """After such a finding, the next program runs."""
     worker = Processes(1)
     try:
         program = draw_program(0, 1)

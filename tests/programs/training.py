@@ -19,7 +19,8 @@ from tests.programs.table import Seen, action, has_dense, has_weights, is_wrappe
 def step(side: Any, args: dict[str, Any], offset: int = 0,
          between: Callable[[Batch], Any] | None = None, dense: bool = True,
          batches: list[Batch] | None = None) -> Seen:
-    """One step of training; `between` sees every batch between the forward and backward pass."""
+    """Make a training step; `between` is called with every batch between forward and backward pass.
+    """
     batches = side.batches(args, offset) if batches is None else batches
     outs, loss = forward(side, batches, args.get("square", 0.0))
     seen = shown(outs[side.mine])
@@ -31,14 +32,14 @@ def step(side: Any, args: dict[str, Any], offset: int = 0,
 
 def forward(side: Any, batches: list[Batch], square: float = 0.0
             ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """The outputs of each batch, and their loss."""
+    """Return the outputs of each batch, and their loss."""
     outs = [side.outputs(b) for b in batches]
     return outs, side.loss(outs, batches, square)
 
 
 def finish(side: Any, outs: list[list[torch.Tensor]], loss: torch.Tensor, dense: bool = True
            ) -> Seen:
-    """The backward pass and the dense step; returns what this rank has seen."""
+    """Make the backward pass and the dense step; return what this rank has seen."""
     if loss.requires_grad:
         loss.backward()
     if dense:
@@ -47,7 +48,7 @@ def finish(side: Any, outs: list[list[torch.Tensor]], loss: torch.Tensor, dense:
 
 
 def shown(outs: list[torch.Tensor]) -> Seen:
-    """Outputs, and whether they carry gradients."""
+    """Return outputs, and whether they carry gradients."""
     seen: Seen = {f"output {k}": x.detach().clone() for k, x in enumerate(outs)}
     # Of all: tables of one collection that are frozen share an output with those that are not.
     return seen | {"=requires_grad": any(x.requires_grad for x in outs)}
@@ -55,20 +56,20 @@ def shown(outs: list[torch.Tensor]) -> Seen:
 
 @action(8.0, square=(0.0, 0.0, 0.25))
 def train(side: Any, args: dict[str, Any]) -> Seen:
-    """A step of training."""
+    """Make a training step."""
     return step(side, args)
 
 
 @action(2.0)
 def forward_only(side: Any, args: dict[str, Any]) -> Seen:
-    """A forward pass with gradients, and no backward pass."""
+    """Make a forward pass with gradients and no backward pass."""
     result = [side.call(b) for b in side.batches(args)][side.mine]
     return shown(tensors_of(result)) | {"=names": names_of(result)}
 
 
 @action(2.0, mode=("no_grad", "inference_mode"), evals=(True, False))
 def evaluate(side: Any, args: dict[str, Any]) -> Seen:
-    """A forward pass without gradients, in eval or train mode."""
+    """Make a forward pass without gradients, in eval or train mode."""
     side.net.train(not args["evals"])
     with getattr(torch, args["mode"])():
         result = [side.call(b) for b in side.batches(args)][side.mine]
@@ -83,7 +84,7 @@ def evaluate(side: Any, args: dict[str, Any]) -> Seen:
         fits=lambda p: len(p.model["embs"]) == 1 and not is_wrapped(p),
         what=("ids", "ids", "lengths", "weights"), by=("add", "fill", "view"))
 def change_inputs(side: Any, args: dict[str, Any]) -> Seen:
-    """Ids, lengths or weights change in place between the forward and the backward pass."""
+    """Change ids, lengths or weights in place between forward and backward pass."""
     def change(batch: Batch) -> None:
         for k, rows in enumerate(batch.rows):
             x = getattr(batch, args["what"])[k]
@@ -105,7 +106,7 @@ def change_inputs(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, what=("ids", "lengths", "weights"))
 def reuse_inputs(side: Any, args: dict[str, Any]) -> Seen:
-    """The tensors of a batch are filled anew after its backward pass, as input pipelines do."""
+    """Refill the tensors of a batch after its backward pass, as input pipelines do."""
     seen = step(side, args)
     for batch in side.batches(args):
         forward(side, [batch])
@@ -117,7 +118,7 @@ def reuse_inputs(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, fits=has_weights)
 def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
-    """Per-sample weights get gradients."""
+    """Compute gradients of per-sample weights."""
     batches = side.batches(args)
     for batch in batches:
         for w in batch.weights:
@@ -133,14 +134,14 @@ def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, may_refuse=True)
 def two_lookups(side: Any, args: dict[str, Any]) -> Seen:
-    """Two forward passes, one backward pass of both."""
+    """Make two forward passes, and one backward pass through both."""
     (first, loss), (second, other) = (forward(side, side.batches(args, k)) for k in (0, 1))
     return finish(side, [a + b for a, b in zip(first, second, strict=True)], loss + other)
 
 
 @action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p))
 def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
-    """A graph is kept and gone through a second time."""
+    """Retain a graph and make a second backward pass through it."""
     outs, loss = forward(side, side.batches(args))
     if loss.requires_grad:
         loss.backward(retain_graph=True)
@@ -150,9 +151,9 @@ def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
 @action(1.0, may_refuse=True, of=("dense", "weights"),
         fits=lambda p: not is_wrapped(p))
 def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
-    """``torch.autograd.grad``, which accumulates nothing and so trains nothing.
+    """Call ``torch.autograd.grad``, which accumulates no gradients and so trains nothing.
 
-    Not of a table: that it has no gradient is difference `NO_GRAD`.
+    Not with respect to a table, which has no gradient (difference `NO_GRAD`).
     """
     batches = side.batches(args)
     for batch in batches if args["of"] == "weights" else []:
@@ -173,7 +174,8 @@ def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, passes=(1, 2), zero=(False, False, True))
 def accumulate(side: Any, args: dict[str, Any]) -> Seen:
-    """Passes under ``no_sync``, of which ``zero_grad`` may forget the tables' part; one outside."""
+    """Make passes under ``no_sync``, some followed by a ``zero_grad`` that may discard the tables'
+    gradients, and one outside."""
     seen: Seen = {}
     with side.no_sync():
         for k in range(args["passes"]):
@@ -186,7 +188,7 @@ def accumulate(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, fits=has_dense, by=("norm", "value", "torchrec norm", "torchrec value"))
 def clip(side: Any, args: dict[str, Any]) -> Seen:
-    """Gradients are clipped before the dense step; tables have been updated by then."""
+    """Clip gradients before the dense step, when tables are already updated."""
     seen = step(side, args, dense=False)
     side.average_dense()
     parameters = list(side.core.parameters())
@@ -209,7 +211,8 @@ def clip(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, fits=has_dense, kind=("SGD", "Adam", "AdamW"))
 def step_all_parameters(side: Any, args: dict[str, Any]) -> Seen:
-    """A dense optimizer over ``model.parameters()``, with decay, which finds no table gradient."""
+    """Step a dense optimizer over ``model.parameters()`` with weight decay; tables have no
+    gradients."""
     optimizer = getattr(torch.optim, args["kind"])(side.core.parameters(), lr=0.05,
                                                    weight_decay=0.1)
     seen = step(side, args, dense=False)
@@ -221,7 +224,7 @@ def step_all_parameters(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(0.7, to_none=(True, False))
 def zero_grad(side: Any, args: dict[str, Any]) -> Seen:
-    """``zero_grad`` of the model between the passes."""
+    """Call the model's ``zero_grad`` between the passes."""
     outs, loss = forward(side, side.batches(args))
     side.net.zero_grad(set_to_none=args["to_none"])
     return finish(side, outs, loss)
@@ -229,7 +232,7 @@ def zero_grad(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, may_refuse=True, how=("attribute", "named"), fits=lambda p: not is_wrapped(p))
 def regulariser(side: Any, args: dict[str, Any]) -> Seen:
-    """A loss on the weight itself."""
+    """Use a loss on the weight itself."""
     outs, loss = forward(side, side.batches(args))
     weight = side.weight(side.table(args["table"]), args["how"])
     return finish(side, outs, loss + 0.125 * weight.square().sum())
@@ -242,7 +245,7 @@ def regulariser(side: Any, args: dict[str, Any]) -> Seen:
                    "tensor change", "tensor retain"), where=("module", "model"),
         fits=lambda p: not is_wrapped(p))
 def hooks(side: Any, args: dict[str, Any]) -> Seen:
-    """Hooks that record or change what passes."""
+    """Register hooks that record or change values."""
     # An unsharded collection has no forward pass for no samples.
     args = args | {"shapes": ["usual" if s == "empty_batch" else s for s in args["shapes"]]}
     module = side.core if args["where"] == "model" else side.module(side.table(args["table"]))
@@ -291,7 +294,7 @@ def hooks(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p), what=("hook", "accumulated"))
 def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
-    """A hook on a table's weight sees its gradient."""
+    """Register a hook on a table's weight, which receives its gradient."""
     weight = side.weight(side.table(args["table"]))
     calls: list[int] = []
     if args["what"] == "hook":
@@ -312,7 +315,7 @@ def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
 @action(2.0, what=("too large", "negative", "float", "bool", "offsets"), difference=ENDS,
         may_refuse=lambda a: a["what"] == "bool")
 def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
-    """An id outside of its table, or inputs of another type."""
+    """Pass an id outside of its table, or inputs of another type."""
     inputs = []
     for batch in _all_with_ids(side, args):
         features, offsets, weights = (*batch.inputs[0], None, None)[:3]
@@ -337,7 +340,7 @@ def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
 
 
 def _all_with_ids(side: Any, args: dict[str, Any]) -> list[Batch]:
-    """Batches of a step with at least one id each for the first module."""
+    """Return batches of a step with at least one id each for the first module."""
     return [next(b for k in range(1000)
                  if (b := Batch(side.spec, args["seed"] + 101 * rank + k, "usual")).ids[0].numel())
             for rank in side.computed_ranks()]
@@ -345,7 +348,7 @@ def _all_with_ids(side: Any, args: dict[str, Any]) -> list[Batch]:
 
 @action(1.0, fits=lambda p: not is_wrapped(p))
 def raise_in_backward(side: Any, args: dict[str, Any]) -> Seen:
-    """A hook that raises while gradients are on their way to the tables."""
+    """Register a hook that raises before the gradients reach the tables."""
     def refuse(grad: torch.Tensor) -> None:
         raise ArithmeticError("a user's hook")
 
@@ -359,6 +362,6 @@ def raise_in_backward(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(0.7)
 def raise_after_forward(side: Any, args: dict[str, Any]) -> Seen:
-    """An error between the passes; the graph is dropped."""
+    """Raise an error between the passes and discard the graph."""
     outs = [side.outputs(b) for b in side.batches(args)]
     raise ArithmeticError(f"a user's error after {len(outs) > 0}")

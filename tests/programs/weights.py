@@ -16,7 +16,7 @@ HOW = ("attribute", "named", "get")
 
 
 def _random(side: Any, args: dict[str, Any], number: int | None = None) -> torch.Tensor:
-    """New values for a table, in its dtype."""
+    """Draw new values for a table, in its dtype."""
     table = side.table(args["table"] if number is None else number)
     rng = torch.Generator().manual_seed(args["seed"] + (number or 0))
     values = torch.randn(table.rows, table.dim, generator=rng) * 0.5
@@ -25,7 +25,7 @@ def _random(side: Any, args: dict[str, Any], number: int | None = None) -> torch
 
 @action(2.0, exact=True, how=HOW)
 def read_weight(side: Any, args: dict[str, Any]) -> Seen:
-    """A table's numbers, read as its users read them."""
+    """Read a table's weights in the ways in which users do."""
     w = side.weight(side.table(args["table"]), args["how"])
     return {"=weight": w.detach().clone(), "=row": w[1].tolist(), "=shape": tuple(w.shape),
             "=dtype": w.dtype, "=device": w.device.type, "=requires_grad": w.requires_grad,
@@ -71,7 +71,7 @@ WRITES = {
 @action(4.0, exact=True, how=HOW, write=tuple(WRITES), no_grad=(True, True, True, False),
         may_refuse=lambda a: a["write"] in ("torch.add out", "foreach", "lerp"))
 def write_weight(side: Any, args: dict[str, Any]) -> Seen:
-    """A table's numbers, written as their users write them."""
+    """Write a table's weights in the ways in which users do."""
     values = _random(side, args)
     torch.manual_seed(args["seed"])
     with torch.set_grad_enabled(not args["no_grad"] and "init" not in args["write"]):
@@ -82,7 +82,7 @@ def write_weight(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0)
 def write_old_handle(side: Any, args: dict[str, Any]) -> Seen:
-    """A weight fetched before a step of training is read and written after it."""
+    """Get a weight before a training step, then read and write it after the step."""
     table = side.table(args["table"])
     weight = side.weight(table)
     row = weight.detach()[0]
@@ -96,7 +96,7 @@ def write_old_handle(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, exact=True, how=("hasattr", "isinstance", "parameters", "named", "reset"))
 def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
-    """``model.apply(init)`` and similar calls."""
+    """Call ``model.apply(init)`` and similar methods."""
     def init(module: nn.Module) -> None:
         is_table = hasattr(module, "weight") if args["how"] == "hasattr" else (
             isinstance(module, nn.Embedding | nn.EmbeddingBag))
@@ -126,7 +126,7 @@ def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
 @action(3.0, how=("parameter", "named", "module", "model", "requires_grad ="),
         on=(False, False, True))
 def freeze(side: Any, args: dict[str, Any]) -> Seen:
-    """``requires_grad_`` of a table, its module or the model, off or on, and a step."""
+    """Set ``requires_grad_`` of a table, its module or the model off or on, and make a step."""
     table, on = side.table(args["table"]), args["on"]
     how = args["how"]
     if how == "module":
@@ -144,7 +144,7 @@ def freeze(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, on=(False, True))
 def freeze_between(side: Any, args: dict[str, Any]) -> Seen:
-    """``requires_grad_`` between the forward and the backward pass."""
+    """Call ``requires_grad_`` between forward and backward pass."""
     table = side.table(args["table"])
     weight = side.weight(table)
     weight.requires_grad_(not args["on"])
@@ -155,7 +155,7 @@ def freeze_between(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5)
 def unfreeze_all(side: Any, args: dict[str, Any]) -> Seen:
-    """``requires_grad_()`` of everything, and a step."""
+    """Call ``requires_grad_()`` on the model, and make a step."""
     side.core.requires_grad_(True)
     return step(side, args)
 
@@ -165,7 +165,7 @@ def unfreeze_all(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(2.0, exact=True)
 def count(side: Any, args: dict[str, Any]) -> Seen:
-    """Contents of the lists of parameters and states."""
+    """Return the contents of the lists of parameters and states."""
     named = dict(side.core.named_parameters())
     return {
         "=names": list(named), "=numel": sum(p.numel() for p in side.core.parameters()),
@@ -181,7 +181,7 @@ def count(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, exact=True)
 def state_dict(side: Any, args: dict[str, Any]) -> Seen:
-    """The values of ``state_dict``, whole."""
+    """Return the values of ``state_dict`` as whole tensors."""
     found = side.core.state_dict()
     return {f"={name}": whole(x) for name, x in found.items()}
 
@@ -191,7 +191,7 @@ def state_dict(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.0, may_refuse=True, exact=True)
 def functional_call(side: Any, args: dict[str, Any]) -> Seen:
-    """``torch.func.functional_call`` with other numbers for a table."""
+    """Call ``torch.func.functional_call`` with other weights for a table."""
     batch = side.batches(args)[side.mine]
     with torch.no_grad():
         out = torch.func.functional_call(
@@ -201,7 +201,7 @@ def functional_call(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(0.7, may_refuse=True, exact=True)
 def swap_tensors(side: Any, args: dict[str, Any]) -> None:
-    """``torch.utils.swap_tensors`` of a table and new numbers."""
+    """Call ``torch.utils.swap_tensors`` on a table and new weights."""
     other = nn.Parameter(_random(side, args))
     torch.utils.swap_tensors(side.weight(side.table(args["table"])), other)
 
@@ -209,7 +209,7 @@ def swap_tensors(side: Any, args: dict[str, Any]) -> None:
 @action(1.5, may_refuse=True, exact=True,
         what=("parameter", "tensor", "delete", "none", "register"))
 def assign_weight(side: Any, args: dict[str, Any]) -> None:
-    """A weight is assigned or deleted."""
+    """Assign or delete a weight."""
     table = side.table(args["table"])
     owner = side.module(table)
     if table.kind == "ebc":
@@ -235,7 +235,7 @@ def assign_weight(side: Any, args: dict[str, Any]) -> None:
                                 "bfloat16", "type", "share", "to_empty"),
         may_refuse=lambda a: a["call"] not in ("cpu", "to cpu"))
 def convert(side: Any, args: dict[str, Any]) -> Seen | None:
-    """``.to`` and similar methods."""
+    """Call ``.to`` and similar methods."""
     model, name = side.core, args["call"]
     if name in ("cpu", "float", "half", "double", "bfloat16"):
         getattr(model, name)()

@@ -1,7 +1,7 @@
-"""Runs programs in this process, or in separate processes that may crash or hang.
+"""Run programs in this process, or in separate processes that may crash or hang.
 
-W = 2 needs two processes in one gloo group. Making them takes seconds, so they run program after
-program and are made anew only after one that they did not survive.
+Two ranks need two processes in one gloo group. Starting them takes seconds, so they run many
+programs and are replaced only if a program has ended them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from tests.programs.program import Program
 from tests.world_support import RankFailedError, World, report, told
 
-# A program takes milliseconds; OPER's own deadline, which it may run into, is shorter. All on a
-# machine that may be busy with other things.
+# A program takes milliseconds, but the machine may be busy. OPER's own deadline, which a program
+# may exceed, is shorter.
 START_S, DEADLINE_S, OPER_DEADLINE_S = 600.0, 120.0, 15
 BROKEN = "crash or hang"
 
 
 class Local:
-    """Runs programs at W = 1 in this process.
+    """Runs programs with one rank in this process.
 
     Args:
-        fault: one of `faults.FAULTS` to be planted, or None.
+        fault: one of `faults.FAULTS` to plant, or None.
     """
 
     def __init__(self, fault: str | None = None) -> None:
@@ -33,11 +33,11 @@ class Local:
         self._fault = fault
 
     def run(self, program: Program) -> Any:
-        """The program's `oracle.Report`."""
+        """Return the program's `oracle.Report`."""
         return _run(program, 0, self._folder.name, self._fault)
 
     def close(self) -> None:
-        """Remove what programs have written."""
+        """Remove files that programs have written."""
         self._folder.cleanup()
 
 
@@ -45,8 +45,8 @@ class Processes:
     """Runs programs in one process per rank.
 
     Args:
-        world_size: ranks.
-        fault: one of `faults.FAULTS` to be planted, or None.
+        world_size: number of ranks.
+        fault: one of `faults.FAULTS` to plant, or None.
     """
 
     def __init__(self, world_size: int, fault: str | None = None) -> None:
@@ -56,7 +56,8 @@ class Processes:
         self._broken = 0  # programs in a row that the processes have not survived
 
     def run(self, program: Program) -> Any:
-        """The program's `oracle.Report`: rank 0's, with the first finding of any rank."""
+        """Return the program's `oracle.Report`: that of rank 0, with the first finding of any rank.
+        """
         from tests.programs.oracle import Finding, Report
 
         try:
@@ -100,7 +101,7 @@ def _last(program: Program) -> str:
 
 
 def _serve(rank: int, world_size: int, folder: str, fault: str | None) -> None:
-    """The body of one rank: programs in, reports out, until it is ended."""
+    """Run programs on one rank and send reports, until the process is ended."""
     import torch.distributed as dist
 
     from tests.programs import oracle  # which imports the rest

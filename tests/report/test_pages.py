@@ -138,7 +138,8 @@ def test_records_show_steps_phases_and_links() -> None:
     assert page.count("<svg") == 4
     # Values of other types under these names are not shown.
     odd = {"benchmark": "x", "cases": [{"name": "a", "plans": 3, "oper_phases_ms": [1],
-                                        "bytes_read": {"forward": 5}}]}
+                                        "bytes_read": {"forward": 5}, "sent_bytes_by_host": ["b"],
+                                        "contenders": {"torch": {"rate": 3.0}, "odd": None}}]}
     check_page(bench_page(odd))
     times = {"median_ms": None, "p10_ms": 1.0, "p90_ms": 2.0}
     many = [{"name": f"case {k} $", "rate": float("nan") if k == 0 else k,

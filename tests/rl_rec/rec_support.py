@@ -32,8 +32,11 @@ def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int 
 
 
 def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
-    """Interactions of 150 users; user u prefers the items n with n modulo `num_kinds` = u's kind,
-    and one item in ten is of another kind. `disliked`: share of rows with reward 0."""
+    """Make interactions of 150 users of `num_kinds` kinds.
+
+    User u prefers the items n with n modulo `num_kinds` equal to the user's kind; one item in ten
+    is of another kind. `disliked`: share of rows with reward 0.
+    """
     rng = np.random.default_rng(0)
     rows = [(u + 1, 1 + num_kinds * int(i) + (
         u % num_kinds if rng.random() < 0.9 else rng.integers(num_kinds)),

@@ -46,9 +46,9 @@ def test_acyclic_graphs(support: torch.Tensor) -> None:
     assert float(acyclicity(a)) == pytest.approx(0, abs=1e-9)
     place = {k: at for at, k in enumerate(topological_order(support))}
     assert all(place[j] < place[k] for j, k in support.nonzero().tolist())
-    for k in range(len(support)):
-        reach = torch.linalg.matrix_power(torch.eye(len(support)) + support.float(), len(support))
-        assert descendants(support, k) == set((reach[k] > 0).nonzero()[:, 0].tolist()) - {k}
+    n = len(support)
+    paths = torch.linalg.matrix_power(torch.eye(n) + support.float(), n) - torch.eye(n)
+    assert torch.equal(descendants(support), paths > 0)
     assert torch.equal(acyclic_support(a, 0.1), support)
 
 
@@ -64,9 +64,9 @@ def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
 
 
 def test_a_cycle_is_named() -> None:
-    with pytest.raises(ValueError, match=r"cycle among concepts \[(0, 1, 0|1, 0, 1)\]"):
+    with pytest.raises(ValueError, match=r"cycle among concepts \[0, 1\]"):
         topological_order(torch.tensor([[False, True, False], [True, False, True],
-                                        [False, False, False]])[:2, :2])
+                                        [False, False, False]]))
 
 
 @pytest.mark.parametrize("seed", range(4))

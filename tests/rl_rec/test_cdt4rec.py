@@ -38,7 +38,7 @@ def steps_of(model: CDT4Rec, batch: Sequences) -> Steps:
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return phi and q, float32 [B, T, D], and the mask of valid steps, bool [B, T]."""
     steps = steps_of(model, batch)
-    returns = model._shown(batch.returns[steps.at] / model.scale)
+    returns = model._as_input(batch.returns[steps.at] / model.scale)
     phi = model.backbone(steps.states, steps.actions, steps.rewards, returns)
     return phi, model.heads.queries(phi, returns), steps.valid
 
@@ -82,7 +82,7 @@ def test_phi_knows_neither_the_action_nor_any_return() -> None:
         for name, value in (("items", 1), ("rewards", 5.0)):
             changed = inside(model, with_change(batch, name, 2 + step, value))[0]
             assert torch.equal(changed[0, :step + 1], phi[0, :step + 1])
-    # The interleaved ablation's does know the return: it is no outcome model.
+    # The phi of the interleaved ablation depends on the return: it is no outcome model.
     leaky = cdt(backbone="interleaved").eval()
     assert not torch.equal(inside(leaky, other)[0], inside(leaky, batch)[0])
 
@@ -105,7 +105,7 @@ def test_padding_changes_nothing(backbone: str) -> None:
     wider = dataclasses.replace(batch, users=torch.cat([batch.users, torch.tensor([5])]),
                                 lengths=torch.cat([batch.lengths, torch.tensor([0])]),
                                 skip=torch.cat([batch.skip, torch.tensor([0])]))
-    # A user without history counts for nothing.
+    # A user without history does not change the loss.
     assert float(model(wider)[0].detach()) == pytest.approx(whole, rel=1e-6)
 
 
@@ -150,9 +150,9 @@ def test_the_action_loss_may_be_binary() -> None:
     _, queries, valid = inside(model, batch)
     items = torch.cat([batch.items[2:9], batch.items[9:]])
     every = torch.arange(1, 41)
-    rows = look_up(model.items, model.features, "drawn", every)
+    rows = look_up(model.items, model.features, {"drawn": every})["drawn"].values()
     want = NegativeSampler(41, 0, True).gbce_loss(
-        queries[valid], items, rows[items - 1], every, rows, 0.75).mean()
+        queries[valid], items, rows[items - 1], every, rows, calibration=0.75).mean()
     torch.testing.assert_close(model(batch)[0], want, atol=1e-6, rtol=1e-5)
 
 
@@ -189,9 +189,10 @@ def test_the_loss_is_the_exact_cross_entropy_and_squared_error() -> None:
         phi, queries, valid = inside(model, batch)
         items = torch.cat([batch.items[2:9], batch.items[9:]])
         every = torch.arange(1, 41)
-        logits = queries[valid] @ look_up(model.items, model.features, "drawn", every).T
+        found = look_up(model.items, model.features, {"drawn": every, "seen": items})
+        logits = queries[valid] @ found["drawn"].values().T
         action = nn.functional.cross_entropy(logits, items - 1)
-        rows = model.action(look_up(model.items, model.features, "seen", items))
+        rows = model.action(found["seen"].values())
         rewards = torch.cat([batch.rewards[2:9], batch.rewards[9:]])
         reward = (model.heads.rewards(phi[valid], rows) - rewards).square().mean()
         loss, parts = model(batch)
@@ -234,7 +235,7 @@ def test_the_reward_loss_reaches_its_layers_and_the_backbone() -> None:
     batch = sequences([9, 6], [2, 0])
     phi, _, valid = inside(model, batch)
     asked = torch.full((int(valid.sum()),), 4)
-    rows = model.action(look_up(model.items, model.features, "seen", asked))
+    rows = model.action(look_up(model.items, model.features, {"seen": asked})["seen"].values())
     model.heads.rewards(phi[valid], rows).sum().backward()
     for layer in (model.heads.w_4, model.heads.w_2, model.backbone.merge, model.action):
         assert float(layer.weight.grad.abs().max()) > 0
@@ -345,7 +346,7 @@ def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-def test_stretches_cover_every_training_interaction_once() -> None:
+def test_subsequences_cover_every_training_interaction_once() -> None:
     data = invented()
     returns = returns_to_go(data, 0.8)
     for user in range(1, data.num_users):
@@ -381,9 +382,12 @@ def test_stretches_cover_every_training_interaction_once() -> None:
 
 
 def test_rewards_of_actions_that_were_never_logged() -> None:
-    """A randomised log of users with one of two tastes. The reward head's estimates for the items
-    that a user never had correlate with their true rewards above 0.9, and what the model ranks
-    first when asked for a high return pays more than what the logging policy would show next."""
+    """A randomised log of users with one of two tastes.
+
+    The reward head's estimates for items that a user never had correlate with their true rewards
+    above 0.9. What the model ranks first for a high return earns more than what the logging policy
+    would show next.
+    """
     rng = np.random.default_rng(1)
     num_items, length, size = 20, 12, 64
     taste = rng.random((2, num_items + 1))
@@ -488,9 +492,11 @@ def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
 
 
 def test_estimated_returns_leave_luck_out() -> None:
-    """The return of an action a is 10 + 5 a and luck. Conditioned on logged returns g, the mean
-    action would be 0.1 (g - 10), with a variance of luck of 9; on estimated ones it is
-    0.2 (g - 10)."""
+    """The return of an action a is 10 + 5 a plus chance.
+
+    Conditioned on logged returns g, the mean action would be 0.1 (g - 10), since chance has a
+    variance of 9; conditioned on estimated returns it is 0.2 (g - 10).
+    """
     torch.manual_seed(1)
     config = CDT4RecConfig(dim=16, layers=1, heads=1, steps=1, dropout=0.0, reward_loss="mse",
                            gamma=1.0, returns="estimated")

@@ -20,8 +20,10 @@ Edges = Mapping[tuple[int, int], float]
 
 
 def expected_counts(edges: Edges, k: int, activity: float, seed: int) -> np.ndarray:
-    """Compute each user's expected count of items by concept, float64 [USERS, k]. Log tastes follow
-    `edges`; `activity` is the standard deviation of a user's log activity, a factor of all counts.
+    """Compute each user's expected count of items by concept, float64 [USERS, k].
+
+    Log tastes follow `edges`; `activity` is the standard deviation of the log of a user's activity,
+    a factor of all counts.
     """
     rng = np.random.default_rng(seed)
     a = np.zeros((k, k))
@@ -114,8 +116,8 @@ def test_axes_are_tastes_with_both_of_their_ends() -> None:
 
 
 def test_ratios_of_independent_counts_would_have_edges() -> None:
-    """Shows why labels are not ratios: a shared denominator (one concept's count, or the mean)
-    correlates the labels."""
+    """Labels are not ratios of counts, since a shared denominator (one count, or their mean) would
+    correlate them."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(np.log(rng.poisson(5.0, (USERS, 4)) + 0.5))
     for labels in (x - x[:, -1:], x - x.mean(1, keepdim=True)):
@@ -125,7 +127,7 @@ def test_ratios_of_independent_counts_would_have_edges() -> None:
 
 
 def test_activity_leaves_the_labels() -> None:
-    """Weights sum to less than 1, and labels are uncorrelated once activity is removed."""
+    """Weights sum to less than 1, and labels are uncorrelated after activity is removed."""
     g = torch.Generator().manual_seed(0)
     own = torch.randn(20_000, 4, generator=g) * torch.tensor([0.5, 1.0, 1.5, 2.0])
     common = torch.randn(20_000, 1, generator=g)

@@ -125,11 +125,11 @@ def test_actions_predict_the_next_item() -> None:
         [np.zeros((users, 1), np.int64), np.cumsum(steps, axis=1)], axis=1)
     log = Log(np.repeat(np.arange(1, users + 1), length), (items % 60 + 1).reshape(-1),
               np.ones(items.size, np.float32), np.tile(np.arange(length), users),
-              features=actions.reshape(-1, 1))
+              actions=actions.reshape(-1))
     config = replace(SMALL, dim=32, steps=10, window=1, time_buckets=0)
     options = FitOptions(epochs=12, batch_size=32, lr=0.01, eval_every=4)
     told = fit("hstu", config, from_log(log, DataOptions(k_core=1, action="a")), 1, options)
-    untold = fit("hstu", config, from_log(log._replace(features=None), DataOptions(k_core=1)), 1,
+    untold = fit("hstu", config, from_log(log._replace(actions=None), DataOptions(k_core=1)), 1,
                  options)
     # Without actions one of the two is second, 1 / log2(3).
     assert untold.test.summary()["ndcg@10"] < 0.87 < 0.93 < told.test.summary()["ndcg@10"]
@@ -143,7 +143,7 @@ def test_unsuitable_features_are_refused(folder: Path) -> None:
     with pytest.raises(InvalidInputError, match="every column once"):
         replace(NAMED, content=("brand", "brand"))
     log = Log(*(np.ones(3, np.int64) for _ in range(4)))
-    with pytest.raises(InvalidInputError, match=r"Log.features"):
+    with pytest.raises(InvalidInputError, match=r"Log.content"):
         from_log(log, NAMED)
     found = load_config(None, {"data": str(folder), "model.name": "hstu",
                                "interactions.content": "brand, kind"})

@@ -28,8 +28,8 @@ CONFIG = CDT4RecConfig(dim=16, steps=10, window=5, layers=1, negatives=0, reward
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, int]]:
-    """A file of 60 users who rate 15 of 30 items, and the items' ratings: from 1 to 10 by item,
-    whoever rates them."""
+    """Write a file in which 60 users rate 15 of 30 items; return its path and the rating (1 to 10)
+    of each item, which is the same for all users."""
     path = tmp_path_factory.mktemp("graded") / "log.csv"
     rng = np.random.default_rng(0)
     rating = {item: 1 + item % 10 for item in range(30)}

@@ -64,7 +64,7 @@ def held(data: Interactions, asked: HeldOut) -> dict[int, tuple[int, list[int]]]
             for u, s, e, n in zip(asked.users, asked.stop, ends, asked.target_lengths, strict=True)}
 
 
-# Of a user: what is left of the log, how much of it trains, and history and targets of both splits.
+# A user's rows, number of training rows, and history length and targets in both splits.
 Told = tuple[list[Row], int, list[tuple[int, list[int]] | None]]
 
 
@@ -118,7 +118,7 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
                 if targets and stop:
                     found[s] = (stop, targets)
         expected[user] = (mine, train, found)
-    # Users and items keep apart under the new numbers, which go by training count.
+    # Users and items are renumbered one to one, by training count.
     counts = np.bincount(data.users[data.training_rows()], minlength=data.num_users)
     assert (np.diff(counts[1:]) <= 0).all() and (np.diff(data.popularity()[1:]) <= 0).all()
     assert data.num_users == len(users) + 1 and data.users.min() >= 1 <= data.items.min()
@@ -212,7 +212,7 @@ def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None
         for basket in dict.fromkeys(r[4] for r in mine):
             ordered += [r for r in mine if r[4] == basket]
     basket_of = dict(enumerate(ordered))
-    # Places stand for times: `retold` leaves rows out and keeps this order.
+    # Indices replace times: `retold` leaves rows out and keeps their order.
     users = retold([(*r[:3], at) for at, r in enumerate(ordered)], options)
     if not users:
         with pytest.raises(InvalidInputError, match="no interactions"):

@@ -112,8 +112,9 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
     queries, rows = torch.randn(5, 4, generator=g), torch.randn(11, 4, generator=g)
     targets, drawn = torch.tensor([1, 2, 3, 4, 9]), torch.tensor([3, 7, 7])
     sampler = NegativeSampler(11, 3, uniform=True)
-    found = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn], 0.75)
-    alpha = 3 / 9  # negatives out of the nine items that are none's target
+    found = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn],
+                              calibration=0.75)
+    alpha = 3 / 9  # 3 negatives out of the 9 other items
     beta = alpha * (0.75 * (1 - 1 / alpha) + 1 / alpha)
     for n, y in enumerate(targets.tolist()):
         s = [float(queries[n] @ rows[i]) for i in range(11)]
@@ -121,11 +122,12 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
         want = -beta * math.log(sigma[y]) - sum(
             math.log(1 - sigma[j]) for j in drawn.tolist() if j != y)
         assert float(found[n]) == pytest.approx(want / 4, rel=1e-5)
-    plain = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn], 0.0)
+    plain = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn],
+                              calibration=0.0)
     binary = torch.nn.functional.binary_cross_entropy_with_logits(
         torch.cat([(queries * rows[targets]).sum(1)[:, None], queries @ rows[drawn].T], 1)[0],
         torch.tensor([1.0, 0, 0, 0]))
-    assert float(plain[0]) == pytest.approx(float(binary), rel=1e-5)  # t = 0
+    assert float(plain[0]) == pytest.approx(float(binary), rel=1e-5)  # no calibration
     ids = torch.cat([sampler.draw(torch.device("cpu")) for _ in range(2000)])
     assert ids.min() == 1 and ids.max() == 10
     assert torch.allclose(torch.bincount(ids, minlength=11)[1:] / 6000.0,
@@ -181,7 +183,7 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
         turns += moved
         old = model.old.state_dict()
         same = all(torch.equal(v, old[k]) for k, v in model.encoder.state_dict().items())
-        assert same == (step % 8 >= 6 or step % 8 == 0)  # as new in the decoder's turn
+        assert same == (step % 8 >= 6 or step % 8 == 0)  # copied in the decoder's steps
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:

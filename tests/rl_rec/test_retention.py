@@ -46,7 +46,7 @@ SHOP = synthetic_shop(0, Returning())
 
 
 class OneAnswer(nn.Module):
-    """Every page brings three clicks and the same second attribute."""
+    """A page network with which every page gets three clicks and the same second attribute."""
 
     def __init__(self, attribute: int) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ def sharded_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], 
         dist.all_reduce(mean)
         losses.append(float(mean))
     engine.bare.eval()
-    with torch.no_grad():  # one rank asks alone
+    with torch.no_grad():  # one rank can use the model alone
         if rank == 0:
             encoded = engine.bare.encode(batch_of(kind, 0, 0))
             scores = engine.bare.scores(encoded, torch.arange(1, NUM_ITEMS))
@@ -131,7 +131,7 @@ def sharded_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], 
 def test_losses_equal_the_unsharded_ones(kind: str) -> None:
     want = unsharded_losses(kind, 2)
     for losses, left in run_world(2, sharded_losses, kind):
-        assert left == []  # the tables are OPER's now
+        assert left == []  # OPER has replaced all tables
         assert losses == pytest.approx(want, rel=1e-5, abs=1e-5)
-    # The updates matter: without them the last losses are others.
+    # Without updates of the tables, the last loss would differ.
     assert abs(unsharded_losses(kind, 2, scale=1e-9)[-1] - want[-1]) > 0.01

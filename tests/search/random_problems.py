@@ -170,7 +170,7 @@ def problems(draw: st.DrawFn, is_free: bool = False) -> Problem:
     one_bits = st.sampled_from([(32, 32), (8, 8), (4, 4), (16, 16), (16, 8), (32, 8), (4, 32)])
     bits = MessageBits.parse(draw(st.one_of(
         one_bits, st.fixed_dictionaries({s.name: one_bits for s in specs}))))
-    return replace(with_overlap(problem, overlap).in_need(), message_bits=bits)
+    return replace(with_overlap(problem, overlap).with_fallback(), message_bits=bits)
 
 
 # ---- plans ---------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_host_memory_that_is_too_small_is_named():
     specs, stats, topology = scarce("inference", 0.3, host_share=0.75)
     stated = make_problem(specs, stats, topology, objective="inference", batch_size=256)
     plan = plan_problem(stated)
-    found = evaluate(plan, stated.in_need())
+    found = evaluate(plan, stated.with_fallback())
     assert found.fits and found.host_bytes[0] > 0.9 * found.host_capacity_bytes[0]
 
 

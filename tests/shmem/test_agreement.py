@@ -132,7 +132,7 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_batch_with_other_settings_trains_no_collection_of_the_model(accumulates: bool) -> None:
-    """Rank 1 has entered no_sync, with or without a pass. The next batch trains both."""
+    """Only rank 1 has entered no_sync, with or without a pass. The next batch trains both."""
     def body(group: ThreadGroup) -> None:
         both = [ShardedTables(SAME, FEATURES, group, SGD(lr=0.1)) for _ in range(2)]
         both[0].family.update(both)

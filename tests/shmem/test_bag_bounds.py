@@ -55,7 +55,7 @@ def _wrong(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_bounds_and_pooled_rows_are_those_of_torch(kernels: str) -> None:
+def test_bag_bounds_and_pooled_rows_equal_torch(kernels: str) -> None:
     assert run_world(1, _wrong, env={"OPER_CPU_KERNELS": kernels}) == [[]]
 
 
@@ -71,7 +71,7 @@ def test_lengths_that_do_not_fit_are_refused(dtype: torch.dtype, bad: dict[int, 
         tables.lookup(Lookup(ids, lengths, torch.arange(3), size))
 
 
-def test_a_bad_id_is_found_behind_many_bags() -> None:
+def test_an_invalid_id_after_many_bags_is_found() -> None:
     tables, size = _tables(), 4096
     ids = torch.zeros(3 * size, dtype=torch.int64)
     ids[2 * size + 3001] = 20
@@ -80,7 +80,7 @@ def test_a_bad_id_is_found_behind_many_bags() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 1025, 3000])
-def test_padding_after_the_bags_of_a_key_changes_none_of_them(size: int) -> None:
+def test_padding_changes_no_bag(size: int) -> None:
     tables, dims = _tables(), [spec.dim for spec in SPECS]
     bags = torch.tensor([size // 3, size, 1])
     lengths = torch.cat([torch.nn.functional.pad(torch.randint(0, 5, (n,)), (0, size - n))

@@ -78,7 +78,7 @@ def train(group, plan, mode: str, repaired_by_hand: bool, dtype: torch.dtype = t
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ignored_as_fbgemm_does(world_size: int, dtype: torch.dtype) -> None:
+def test_ignored_ids_are_replaced_as_in_fbgemm(world_size: int, dtype: torch.dtype) -> None:
     """Outputs, rows and weight gradients equal those of FBGEMM's replaced ids, under any plan."""
     for plan in (mixed_plan(CASE.tables, world_size, 1),
                  rich_plan(CASE.tables, world_size, 1, True)):
@@ -87,7 +87,7 @@ def test_ignored_as_fbgemm_does(world_size: int, dtype: torch.dtype) -> None:
         assert_bitwise(got, want, "ignored ids and row 0")
 
 
-def test_one_warning_and_a_count() -> None:
+def test_invalid_ids_are_counted_and_warned_of_once() -> None:
     def body(group) -> int:
         tables = open_tables(CASE, mixed_plan(CASE.tables, 1, 1), group, None)
         tables.bounds = BoundsCheck("warning", tables.features, tables.specs)
@@ -116,7 +116,7 @@ def _opened(group, optimizer=None):
     return tables
 
 
-def test_a_batch_resolved_ahead_is_repaired_where_it_is_looked_up() -> None:
+def test_a_batch_resolved_in_advance_is_repaired_by_its_lookup() -> None:
     """The lookup, not `resolve`, replaces the ids and counts them, once."""
     ahead, plain = _opened(SingleGroup()), _opened(SingleGroup())
     batch, _ = spoiled(3)
@@ -139,7 +139,7 @@ def test_a_batch_resolved_ahead_is_repaired_where_it_is_looked_up() -> None:
     assert ahead.bounds.num_bad_ids == plain.bounds.num_bad_ids
 
 
-def test_a_part_begun_ahead_notices_that_its_ids_change() -> None:
+def test_ids_of_a_prefetched_part_must_not_change() -> None:
     tables = _opened(SingleGroup(), EVERY["rowwise_adagrad"])
     batch, _ = spoiled(3)
     with warnings.catch_warnings():
@@ -164,7 +164,7 @@ def test_fatal_is_the_default_and_lengths_are_always_checked() -> None:
     assert torch.equal(bag(torch.tensor([[10, -3]])), 2 * bag(torch.tensor([[0]])))
 
 
-def test_modes_of_fbgemm() -> None:
+def test_fbgemm_modes_are_accepted() -> None:
     bag = torch.nn.EmbeddingBag(10, 4, mode="sum")
     for mode in BoundsCheckMode:
         want = {"NONE": "fatal"}.get(mode.name, mode.name.removeprefix("V2_").lower())

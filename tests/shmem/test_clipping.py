@@ -72,7 +72,7 @@ def split_plan(case: Case, world_size: int) -> Plan:
     return Plan(world_size, tuple(entries))
 
 
-def test_some_tables_clip_and_some_do_not() -> None:
+def test_each_table_has_its_own_limits() -> None:
     """Each table has its own limit, in pooled and unpooled lookups."""
     tables = (TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),
               TableSpec("b", 9, 4, ("f",), "sum", optimizer="sgd"))
@@ -117,6 +117,6 @@ def test_equals_fbgemm(mean: bool) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_gradient": 0.0}, {"max_row_norm": -1.0},
                                     {"max_gradient": math.nan}, {"max_row_norm": "1"}])
-def test_limits_that_are_none(limits: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(limits))):
         SGD(**limits)

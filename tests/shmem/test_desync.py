@@ -88,8 +88,8 @@ def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> 
 
 
 def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
-    """Rank 1 skips a step and returns after the other ranks have given up. `alone`: their processes
-    have exited by then."""
+    """Rank 1 skips a step and returns after the other ranks have given up; if `alone`, after their
+    processes have exited."""
     model = _open(world_size, mode)
     report("open")
     _HELD.append(model)  # a process that ends, not one that closes its tables before
@@ -158,7 +158,7 @@ def _order_far(rank: int, world_size: int) -> Found:
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
 @timed
-def test_another_order_between_domains_is_noticed_at_once(labels: str) -> None:
+def test_another_order_between_domains_is_detected_at_once(labels: str) -> None:
     found = run_world(len(labels), _order_far, labels=labels,
                       env={"OPER_DEADLINE_S": "60"})
     _check(found, DesyncError, 1, "forward lookup of collection 'users' (tables users)")
@@ -200,7 +200,7 @@ def _close(rank: int, world_size: int) -> Found:
 
 
 @timed
-def test_a_rank_that_has_closed_is_not_waited_for() -> None:
+def test_a_rank_that_has_closed_its_tables_is_named() -> None:
     waited, _ = run_world(2, _close, env={"OPER_DEADLINE_S": "60"})
     assert waited["kind"] == PeerLostError.__name__ and waited["rank"] == 1
     assert "has closed its tables" in waited["text"]
@@ -225,7 +225,7 @@ def test_a_rank_that_moves_tables_alone() -> None:
 # ---- the verdict ---------------------------------------------------------------------------------
 
 
-def test_verdicts_survive_their_words() -> None:
+def test_verdicts_survive_packing() -> None:
     for verdict in (Verdict(2, 0, CollectivePhase(0, 0)),
                     Verdict(12, 65535, CollectivePhase((1 << 24) - 1, 8))):
         assert Verdict.unpack(verdict.pack()) == verdict
@@ -233,7 +233,7 @@ def test_verdicts_survive_their_words() -> None:
     assert Verdict.unpack(0) is None
 
 
-def test_the_many_are_right_and_of_as_many_the_lowest_rank() -> None:
+def test_the_rank_that_differs_from_most_is_named() -> None:
     a, b, c = CollectivePhase(1, 3), CollectivePhase(2, 3), CollectivePhase(1, 7)
     assert out_of_step(Status.PEER_LATE, [a, b], 0) == Verdict(Status.PEER_LATE, 1, a)
     assert out_of_step(Status.PEER_LATE, [a, b, b], 0) == Verdict(Status.PEER_LATE, 0, b)

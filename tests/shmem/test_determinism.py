@@ -47,7 +47,7 @@ def baseline(case: Case, world_size: int) -> tuple[list[list[Batch]], Result]:
 
 
 @pytest.mark.parametrize("world_size, weighted", [(1, True), (2, False), (2, True), (4, True)])
-def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
+def test_plans_of_equal_world_size_are_bitwise_equal(world_size: int, weighted: bool) -> None:
     case = dlrm_case(weighted=weighted)
     steps, want = baseline(case, world_size)
     plans = plans_for(case.tables, world_size)
@@ -61,7 +61,7 @@ def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
 
 
 def check_replicas(case: Case, plan: Plan, got: Result) -> int:
-    """Check that replicas are their masters bit for bit; returns their number."""
+    """Check that replicas equal their master rows bitwise; returns their number."""
     num_replicas = 0
     for t in case.tables:
         entry = plan.table(t.name)
@@ -81,7 +81,7 @@ def check_replicas(case: Case, plan: Plan, got: Result) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_thread_counts(world_size: int) -> None:
+def test_thread_counts_change_no_bit(world_size: int) -> None:
     case = dlrm_case(weighted=True)
     steps, want = baseline(case, world_size)
     plan = plans_for(case.tables, world_size)["mixed0"]
@@ -102,7 +102,7 @@ def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[R
 
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
-def test_slow_ranks_change_nothing(kind: str) -> None:
+def test_slow_ranks_change_no_bit(kind: str) -> None:
     """Ranks are delayed at random in every phase; two forward passes may be under way."""
     case = dlrm_case()
     steps = make_steps(case, 3, STEPS, seed=3)
@@ -135,7 +135,7 @@ def test_slow_ranks_change_nothing(kind: str) -> None:
         assert_bitwise(run_ranks(3, lambda group, s=seed: body(group, s)), want, "slow ranks")
 
 
-def test_kernel_variants() -> None:
+def test_kernel_variants_are_bitwise_equal() -> None:
     """All instruction sets give equal bits, for all widths, with weights and with 16-bit rows."""
     plain = dlrm_case()
     narrow = replace(plain, tables=tuple(
@@ -151,7 +151,7 @@ def test_kernel_variants() -> None:
             assert name != "generic"
 
 
-def test_a_lookup_alone_does_not_depend_on_the_batch_around_it() -> None:
+def test_a_bag_does_not_depend_on_its_batch() -> None:
     """A bag's bits are the same in any batch, since pooling is in the order of the bag."""
     case = dlrm_case(max_length=40)
     batch = make_batch(case, 5, 33)

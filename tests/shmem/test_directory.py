@@ -47,7 +47,7 @@ def table_plans(draw, max_rows: int = 300, max_world: int = 5, dim: int = 4
 
 @FAST
 @given(table_plans())
-def test_the_head_comes_first_and_the_rest_in_order_of_id(case: tuple[TablePlan, int]) -> None:
+def test_positions_are_head_ids_then_ids_in_order(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
     if len(plan.tiers) == 1:
@@ -60,7 +60,7 @@ def test_the_head_comes_first_and_the_rest_in_order_of_id(case: tuple[TablePlan,
 
 @FAST
 @given(table_plans())
-def test_slots_lead_back_to_positions(case: tuple[TablePlan, int]) -> None:
+def test_positions_at_inverts_locate(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
     owner, slot = directory.locate(np.arange(plan.table.num_rows))
@@ -74,7 +74,7 @@ def test_slots_lead_back_to_positions(case: tuple[TablePlan, int]) -> None:
 
 @FAST
 @given(table_plans())
-def test_tiers_keep_to_their_ranks_and_weights(case: tuple[TablePlan, int]) -> None:
+def test_rows_of_a_tier_follow_its_ranks_and_weights(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
     replicas = np.zeros(world_size, np.int64)
@@ -125,7 +125,7 @@ def test_large_tables_need_no_memory(rows: int) -> None:
     assert int(directory.num_slots.sum()) == rows
 
 
-def test_more_rows_than_keys_can_count_are_refused() -> None:
+def test_more_rows_than_32_bit_home_keys_are_refused() -> None:
     # Home keys of a whole table are 32-bit numbers, not only the slots of one shard.
     spec = TableSpec("giant", 5 * 10**9, 4, ("f",), "sum")
     plan = TablePlan(spec, (Piece(0, 4, (Tier(0, spec.num_rows, "striped", (0, 1)),)),))
@@ -157,7 +157,7 @@ def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]
     tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0), 1.0)
     own = torch.arange(rows, dtype=torch.float32)
     tables.write("t", torch.stack([own, -own, own + 0.5, own * 2], 1))
-    tables.publish()
+    tables.flush_replicas()
     batch = bags_of_one(ids)
     with torch.no_grad():
         found = tables.lookup(batch).clone()
@@ -176,8 +176,8 @@ def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]
 
 @SLOW
 @given(table_plans(max_rows=200, max_world=4), st.integers(0, 2**31))
-def test_the_kernels_find_the_rows_where_numpy_put_them(case: tuple[TablePlan, int], seed: int
-                                                        ) -> None:
+def test_kernels_and_numpy_agree_on_the_place_of_every_row(case: tuple[TablePlan, int], seed: int
+                                                           ) -> None:
     entry, world_size = case
     rows = entry.table.num_rows
     plan = Plan(world_size, (entry,))
@@ -195,7 +195,7 @@ def test_the_kernels_find_the_rows_where_numpy_put_them(case: tuple[TablePlan, i
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (7, 3, 1), (1000, 999, 2097), (1, 4094, 1)])
-def test_long_weighted_turns(weights: tuple[int, ...]) -> None:
+def test_long_weighted_stripes(weights: tuple[int, ...]) -> None:
     spec = TableSpec("t", 20011, 4, ("f",), "sum", optimizer="sgd")
     tier = Tier(0, spec.num_rows, "striped", (2, 0, 1), weights)
     plan = Plan(3, (TablePlan(spec, (Piece(0, 4, (tier,)),)),))

@@ -95,7 +95,7 @@ def test_keys_and_bags_that_need_more_than_32_bits(weighted: bool) -> None:
     check(case, uniform_plan(tables, 2, "striped"), "sgd", num_steps=3)
 
 
-def test_dims_that_are_no_multiple_of_four() -> None:
+def test_dims_that_are_not_multiples_of_four() -> None:
     tables = tuple(TableSpec(f"t{d}", 50, d, (f"f{d}",), "sum") for d in (1, 2, 3, 5, 17, 31, 1023))
     case = Case(tables, tuple(f"f{t.dim}" for t in tables))
     check(case, mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)

@@ -208,7 +208,7 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             torch.testing.assert_close(far_before, before, rtol=1e-5, atol=1e-6)
 
 
-def test_a_plan_with_copies_everywhere_reads_alone() -> None:
+def test_lookups_of_replicated_plans_are_not_collective() -> None:
     """A lookup without gradients that needs no other domain does not wait for other ranks."""
     case = dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "replicated")
@@ -258,8 +258,8 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
 @pytest.mark.parametrize("mode, num_forward", [("pull", 3), ("push", 4)])
-def test_hosts_wait_as_often_as_the_cost_model_says(monkeypatch: pytest.MonkeyPatch, mode: str,
-                                                    num_forward: int) -> None:
+def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.MonkeyPatch, mode: str,
+                                                       num_forward: int) -> None:
     """One wait of the cost model (`phase_us`) is two exchanges: headers, then data."""
     spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer="sgd")
     case = Case((spec,), ("f",))
@@ -296,7 +296,7 @@ def test_one_domain_sends_nothing() -> None:
 
 @pytest.mark.parametrize("bits, error", [
     (16, 2.0**-8), (8, 2.0**-6), ((8, 32), 2.0**-6), ((32, 8), 2.0**-6)], ids=str)
-def test_rounding_on_the_way_is_explicit(bits: Any, error: float) -> None:
+def test_messages_are_rounded_only_on_request(bits: Any, error: float) -> None:
     """Fewer bits mean fewer bytes; all ranks read the same rows, close to those of exact runs."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 3)
@@ -323,8 +323,8 @@ def test_rounding_on_the_way_is_explicit(bits: Any, error: float) -> None:
 
 
 @on_both("domains", [(0, 0, 1, 1)], [(0, 0, 1, 1)])
-def test_an_id_out_of_range_releases_the_others(back_end: BackEnd, domains: tuple[int, ...]
-                                                ) -> None:
+def test_an_id_out_of_range_releases_the_other_ranks(back_end: BackEnd, domains: tuple[int, ...]
+                                                     ) -> None:
     case = back_end.case("sgd")
     plan = uniform_plan(case.tables, 4, "striped")
 
@@ -346,7 +346,7 @@ def test_an_id_out_of_range_releases_the_others(back_end: BackEnd, domains: tupl
         assert isinstance(found[rank], PeerLostError) and "rank=2," in str(found[rank])
 
 
-def test_ranks_in_different_phases_say_so() -> None:
+def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
     case = dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "striped")
     batch = make_batch(case, 1, 8)
@@ -369,7 +369,7 @@ def test_ranks_in_different_phases_say_so() -> None:
     assert "this rank is not" in one
 
 
-def test_batches_change_and_buffers_stop_growing() -> None:
+def test_buffers_stop_growing_as_batches_change() -> None:
     """After the largest batch no buffer grows: the process maps no more memory."""
     table = TableSpec("t", 50_000, 64, ("f",), "sum", optimizer="rowwise_adagrad")
     case = Case((table,), ("f",), base_batch=4000)

@@ -131,7 +131,7 @@ def _train_and_count(rank: int, world_size: int, plan: Plan,
 
 
 @pytest.mark.parametrize("labels", ["ab", "aabb"])
-def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
+def test_bytes_between_hosts_follow_message_bits(labels: str) -> None:
     """Bytes equal counts and replay; losses are close to exact ones; a second run is equal."""
     size = len(labels)
     steps = make_steps(WIDE, size, 5)
@@ -193,7 +193,7 @@ def test_shard_chooses_bits_within_a_budget() -> None:
     assert kept == (([16, 16], ""),) * 2
 
 
-def test_shard_takes_bits_of_messages_and_refuses_several() -> None:
+def test_shard_refuses_message_bits_that_differ_between_ranks() -> None:
     assert run_world(2, _shard, [8, 8], labels="ab") == [([8, 8], "")] * 2
     assert run_world(2, _shard, [(16, 8), (16, 8)], labels="ab") == [([16, 8], "")] * 2
     assert run_world(2, _shard, [None, None], labels="ab") == [([32, 32], "")] * 2

@@ -58,7 +58,7 @@ def test_stop_names_the_table_and_the_update(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_skip_leaves_the_sample_out(bad: float) -> None:
+def test_skip_sets_the_samples_gradient_to_zero(bad: float) -> None:
     model, other = sharded("skip"), sharded("off")
     with pytest.warns(UserWarning, match="table 'second' in update 1 .*; 1 of 3 gradient rows"):
         model(IDS).backward(gradient(bad))
@@ -69,7 +69,7 @@ def test_skip_leaves_the_sample_out(bad: float) -> None:
         assert torch.equal(mine, want) and bool(torch.isfinite(mine).all())
 
 
-def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
+def test_weights_of_a_skipped_sample_get_no_gradient() -> None:
     bag = sharded("skip", nn.EmbeddingBag(20, 4, mode="sum"))
     weights, grad = torch.ones(3, 2, requires_grad=True), torch.ones(3, 4)
     grad[1, 2] = float("nan")
@@ -83,7 +83,7 @@ def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
         bag(IDS, per_sample_weights=weights).backward(grad)
 
 
-def test_large_numbers_are_finite() -> None:
+def test_large_finite_gradients_pass() -> None:
     """Large finite gradients pass although their sum overflows."""
     model = sharded("stop")
     with warnings.catch_warnings():
@@ -113,7 +113,7 @@ def test_unpooled_rows_are_named_by_their_feature() -> None:
     assert moved == [[4, 5], [1, 2]]
 
 
-def test_another_mode_is_refused() -> None:
+def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="gradient_guard='on'"):
         sharded("on")
 
@@ -127,7 +127,7 @@ def _ranks(rank: int, world_size: int) -> list[torch.Tensor]:
     return rows_of(model)
 
 
-def test_ranks_need_not_agree() -> None:
+def test_a_guard_may_skip_samples_on_one_rank_only() -> None:
     first, second = run_world(2, _ranks)
     model, other = sharded("off"), gradient()
     other[1, 4:] = 0
@@ -162,7 +162,7 @@ def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
 
 
 @pytest.mark.parametrize("how", ["whole", "parts", "hosts"])
-def test_where_one_rank_stops_no_rank_waits_for_it(how: str) -> None:
+def test_a_stop_on_one_rank_releases_the_others(how: str) -> None:
     (told, took, rows), (mine, _, others) = run_world(
         2, _one_stops, how, labels="ab" if how == "hosts" else "", env={"OPER_DEADLINE_S": "60"})
     assert mine.startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
@@ -179,7 +179,7 @@ def test_where_one_rank_stops_no_rank_waits_for_it(how: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_stop_drops_what_was_held_back() -> None:
+def test_a_stop_drops_accumulated_gradients() -> None:
     """After a refused pass, the passes held back are dropped, as they are on the other ranks."""
     weight, grad = torch.randn(20, 4), torch.ones(3, 4)
     model, other = (sharded("stop", nn.EmbeddingBag.from_pretrained(
@@ -209,7 +209,7 @@ def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]
     return told, before, rows_of(model)
 
 
-def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
+def test_no_rank_makes_an_update_that_lacks_a_pass() -> None:
     """No update mixes gradients of different windows, and no rank waits until the deadline."""
     begin = time.monotonic()
     (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
@@ -248,7 +248,7 @@ def test_dropped_gradients_of_one_rank_end_the_update_of_all() -> None:
     assert torch.equal(rows, want) and torch.equal(others, want)
 
 
-def test_one_rank_leaves_the_update_out_too() -> None:
+def test_a_single_rank_skips_an_update_that_lacks_a_pass() -> None:
     bag = sharded("stop", nn.EmbeddingBag(20, 4, mode="sum"))
     before, grad = rows_of(bag)[0], torch.ones(3, 4)
     for drops in (False, True):

@@ -90,7 +90,7 @@ def test_arenas_are_seen_by_all_and_start_as_zeros() -> None:
     assert run_ranks(3, body) == [[1024.0, 2048.0, 3072.0]] * 3
 
 
-def test_forgotten_tables_give_everything_back() -> None:
+def test_unreferenced_tables_release_their_memory() -> None:
     """Unreferenced models release their memory, as a hyperparameter search needs."""
     gc.collect()
     before = len(segments())
@@ -106,7 +106,7 @@ def test_forgotten_tables_give_everything_back() -> None:
     assert len(segments()) == before
 
 
-def test_tables_are_not_shared_by_accident() -> None:
+def test_tables_cannot_be_pickled() -> None:
     """Tables cannot be pickled, since training either of two handles would change both."""
     case = dlrm_case("sgd")
     tables = open_alone(case, SGD())
@@ -139,8 +139,8 @@ def test_page_kinds_are_reported() -> None:
     assert torch.equal(tables.read("large"), want)
 
 
-def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-                                                ) -> None:
+def test_the_error_for_a_missing_library_says_how_to_build_it(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "__file__", str(tmp_path / "oper" / "shmem" / "library.py"))
     with pytest.raises(MissingDependencyError, match="make setup"):
         library.register.__wrapped__()

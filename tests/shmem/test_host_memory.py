@@ -72,7 +72,7 @@ def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     values = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
     tables.write("t", values)
     tables.write("t", values[:, 0].contiguous(), part="momentum1")
-    tables.publish()
+    tables.flush_replicas()
     tables.use_huge_pages()
     assert torch.equal(tables.read("t"), values)
     assert torch.equal(tables.read("t", part="momentum1"), values[:, 0])
@@ -85,7 +85,7 @@ def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_bytes_are_kept_and_distinguished() -> None:
+def test_bytes_in_host_memory_are_counted_apart() -> None:
     per_row = DIM * 4 + 4
     # Rows of the host tier are dealt 2 : 1 to ranks 1 and 0; masters of the head are striped.
     in_host_rows = [ROWS // 2 // 3 + 500, ROWS // 2 * 2 // 3 + 500]

@@ -76,14 +76,14 @@ def differences(rank: int, world_size: int) -> tuple[list[str], str]:
     return wrong, digest.hexdigest()
 
 
-def test_products_are_those_of_the_definition_and_equal_on_every_processor() -> None:
+def test_products_equal_the_definition_on_every_processor() -> None:
     wrong, digest = differences(0, 1)
     assert wrong == []
     for kernels in ("avx2", "generic"):
         assert run_world(1, differences, env={"OPER_CPU_KERNELS": kernels}) == [([], digest)]
 
 
-def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
+def test_a_sample_depends_neither_on_its_batch_nor_on_threads() -> None:
     with attached(26, 64, "int8") as (tables, reader), reader.pinned():
         batch, dense = batch_of(26, 200), torch.randn(200, 64)
         whole = tables.lookup_interaction(batch, dense)
@@ -103,7 +103,7 @@ def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64, 150])
-def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
+def test_shared_bags_are_looked_up_once(size: int) -> None:
     """A batch has three users, whose shared bags may be anywhere in it."""
     with attached(26, 64, "int8") as (tables, reader), reader.pinned():
         batch, full, first, keys = of_users(26, size)

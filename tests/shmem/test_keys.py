@@ -152,7 +152,8 @@ POOL = [SMALLEST, LARGEST, 0, -1, 1, *range(10, 90)]
 @given(st.sampled_from(RULES), st.sampled_from([1, 2, 5, 20, 129, 300]),
        st.sampled_from([1, 2, 4]),
        st.lists(st.lists(st.sampled_from(POOL), max_size=40), min_size=1, max_size=10))
-def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[list[int]]) -> None:
+def test_directories_equal_dicts(rule: DynamicTable, slots: int, world_size: int,
+                                 steps: list[list[int]]) -> None:
     """Rows, admissions, evictions, counts and clocks equal those of plain dicts, for every W."""
     directory = Directory(slots, rule, world_size)
     oracle = Oracle(slots, rule, row_seed(NAME, rule.seed))
@@ -178,8 +179,8 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_records_that_have_changed_are_known(rule: DynamicTable) -> None:
-    """Those of all ranks since any earlier update, written to another directory, make it equal;
+def test_changed_records_reproduce_a_directory(rule: DynamicTable) -> None:
+    """Records of all ranks changed since an earlier update, written to another, make it equal;
     keys that have expired since then are listed once."""
     slots = 70
     directory, copy = Directory(slots, rule, 2), Directory(slots, rule)
@@ -221,7 +222,7 @@ def test_evictions_from_full_buckets(rule: DynamicTable) -> None:
         assert directory.records() == oracle.records()
 
 
-def test_keys_keep_to_their_lines() -> None:
+def test_most_keys_are_in_their_home_line() -> None:
     """Most keys have a slot in their home line, even after many evictions."""
     slots = 20_000
     directory = Directory(slots, DynamicTable())
@@ -256,7 +257,7 @@ def test_slots_of_many_keys(slots: int, num: int, seed: int) -> None:
 
 
 @given(st.lists(st.integers(SMALLEST, LARGEST), max_size=300), st.integers(SMALLEST, LARGEST))
-def test_every_key_is_legal(keys: list[int], seed: int) -> None:
+def test_every_int64_is_a_valid_key(keys: list[int], seed: int) -> None:
     directory = Directory(1 << 12, DynamicTable(seed=seed))
     found, _ = directory.update([keys])
     assert set(found) == set(keys)
@@ -281,7 +282,7 @@ def test_keys_that_collide_while_they_are_numbered() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_more_ids_than_a_part_has(world_size: int) -> None:
+def test_more_ids_than_one_part_of_a_batch(world_size: int) -> None:
     rule = DynamicTable()
     directory, oracle = Directory(1_500, rule, world_size), Oracle(1_500, rule)
     keys = np.random.default_rng(5).integers(-700, 700, 150_001).tolist()
@@ -294,7 +295,7 @@ def test_more_ids_than_a_part_has(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES[:6])
-def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
+def test_ranks_and_threads_change_no_record(rule: DynamicTable) -> None:
     """Records are equal for 1, 2 and 4 ranks and 1 and 4 threads, under a load with evictions."""
     rng = np.random.default_rng(1)
     steps = [(rng.zipf(1.2, 20_000) % 60_000 * 7919 - 10**8).tolist() for _ in range(6)]
@@ -317,7 +318,8 @@ def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_records_continue_where_they_stopped(rule: DynamicTable, world_size: int) -> None:
+def test_a_restored_directory_continues_like_the_original(rule: DynamicTable, world_size: int
+                                                          ) -> None:
     """A directory restored from another's records, with another W, continues like the original."""
     rng = np.random.default_rng(2)
     steps = [rng.integers(-400, 400, 300).tolist() for _ in range(8)]
@@ -334,7 +336,7 @@ def test_records_continue_where_they_stopped(rule: DynamicTable, world_size: int
     assert torch.equal(first.read(True), then.read(True))
 
 
-def test_colliding_keys_keep_to_their_bucket() -> None:
+def test_colliding_keys_stay_in_their_bucket() -> None:
     """Keys of one bucket use only its slots; the remaining keys are refused without a search."""
     slots, num = 10 * BUCKET, 3 * BUCKET
     directory = Directory(slots, DynamicTable())
@@ -358,7 +360,7 @@ def test_colliding_keys_of_one_tag() -> None:
     assert sorted(found.values()) == list(range(1, BUCKET + 1))
 
 
-def test_colliding_keys_that_wait_for_admission() -> None:
+def test_colliding_candidates_stay_in_their_bucket() -> None:
     """Colliding candidates fill their bucket's entries and displace no candidates of others."""
     slots = 10 * BUCKET
     directory = Directory(slots, DynamicTable(admit_after=2))
@@ -373,7 +375,7 @@ def test_colliding_keys_that_wait_for_admission() -> None:
     assert directory.rows([victim]) != [0]
 
 
-def test_one_key_and_one_slot() -> None:
+def test_directories_of_one_slot() -> None:
     directory = Directory(1, DynamicTable(eviction="lfu"))
     for step in range(1, 4):
         found, changes = directory.update([[LARGEST] * 1000])
@@ -399,7 +401,7 @@ def test_all_keys_new(slots: int, size: int, steps: int) -> None:
     assert admitted - evicted == slots == int((directory.read()[:, 2] >= 0).sum())
 
 
-def test_a_clock_that_goes_back() -> None:
+def test_clocks_in_the_future() -> None:
     """Records with clocks in the future have age 0: they do not expire, are found and evicted."""
     rule = DynamicTable(time_to_live=1, eviction="lfu", half_life=1)
     directory = Directory(2, rule)
@@ -423,7 +425,7 @@ def test_the_last_clock() -> None:
 
 
 @pytest.mark.parametrize("record", [[7, -1, 3], [7, 1 << 32, 3], [7, 1, -2], [7, 1, 1 << 32]])
-def test_records_that_cannot_be(record: list[int]) -> None:
+def test_invalid_records_are_refused(record: list[int]) -> None:
     directory = Directory(10, DynamicTable())
     directory.update([[1, 2, 3]])
     before = directory.read()
@@ -434,7 +436,7 @@ def test_records_that_cannot_be(record: list[int]) -> None:
     assert torch.equal(directory.read(), before)
 
 
-def test_records_of_another_bucket() -> None:
+def test_records_of_another_bucket_are_refused() -> None:
     directory = Directory(300, DynamicTable())
     (key,) = colliding(1, 300, 2)
     records = directory.read()
@@ -473,7 +475,7 @@ def digest(rank: int, world_size: int) -> tuple[str, str]:
     return OPS.kernel_name(), found.hexdigest()
 
 
-def test_equal_on_every_processor() -> None:
+def test_directories_are_equal_on_every_processor() -> None:
     """Rows, counts, admissions, evictions and new rows do not depend on the vector width."""
     kernels, want = digest(0, 1)
     for other in ("generic", "avx2"):
@@ -515,7 +517,7 @@ def test_refused_configurations(fields: dict[str, Any]) -> None:
         DynamicTable(**fields)
 
 
-def test_no_new_memory() -> None:
+def test_updates_of_constant_size_allocate_no_memory() -> None:
     """After the first iterations, lookups and updates of constant size touch no new page."""
     directory, keys = Directory(30_000, DynamicTable()), torch.arange(20_000)
     for _ in range(5):

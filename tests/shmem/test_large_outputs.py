@@ -41,7 +41,7 @@ def _differences(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
+def test_large_outputs_equal_those_of_small_batches(kernels: str) -> None:
     assert run_world(1, _differences, env={"OPER_CPU_KERNELS": kernels}) == [0]
 
 
@@ -54,7 +54,7 @@ def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
     spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
     tables = ShardedTables(uniform_plan([spec], 1), [("f", "a")], SingleGroup(), SGD(lr=1.0))
     tables.write("a", torch.zeros(num_rows, dim))
-    tables.publish()
+    tables.flush_replicas()
     generator = torch.Generator().manual_seed(0)
     ids = torch.cat([torch.randperm(num_rows, generator=generator),
                      torch.randint(0, num_rows, (num_rows // 2,), generator=generator)])
@@ -73,5 +73,5 @@ def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
 
 @pytest.mark.parametrize("dim", [96, 272])
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_large_gradients_are_those_of_the_first_step(kernels: str, dim: int) -> None:
+def test_large_gradients_are_equal_in_every_step(kernels: str, dim: int) -> None:
     assert run_world(1, _wrong_elements, dim, env={"OPER_CPU_KERNELS": kernels}) == [[0, 0]]

@@ -46,7 +46,7 @@ def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.T
             Synchronizer(tables, groups)
             tables.write(spec.name, torch.randn(
                 ROWS, 4, generator=torch.Generator().manual_seed(5)))
-            tables.publish()
+            tables.flush_replicas()
             both.append(tables)
         both[0].family.update(both)
         both[1].family = both[0].family

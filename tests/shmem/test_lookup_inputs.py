@@ -66,23 +66,23 @@ def test_a_batch_in_other_memory_is_refused(tables: ShardedTables, name: str) ->
 
 
 @pytest.mark.parametrize("bad", [2**32 + 1, 2**40, -(2**40), 2**63 - 1, -(2**63)])
-def test_ids_are_not_cut_to_32_bits(tables: ShardedTables, bad: int) -> None:
+def test_ids_are_not_truncated_to_32_bits(tables: ShardedTables, bad: int) -> None:
     with pytest.raises(InvalidInputError, match=f"id={bad},"):
         tables.lookup(lookup([bad], [1, 0, 0, 0]))
 
 
-def test_of_a_shared_feature_the_table_that_lacks_the_row_is_named(tables: ShardedTables) -> None:
+def test_the_error_of_a_shared_feature_names_the_right_table(tables: ShardedTables) -> None:
     # 70 is a user (of 100) but no item (of 50).
     with pytest.raises(InvalidInputError, match=r"'user' in table 'items': id=70, .* id < 50"):
         tables.lookup(lookup([70], [0, 0, 0, 1]))
 
 
-def test_the_first_bad_id_is_reported_whatever_comes_later(tables: ShardedTables) -> None:
+def test_the_first_invalid_id_is_reported(tables: ShardedTables) -> None:
     with pytest.raises(InvalidInputError, match="id=-7,"):
         tables.lookup(lookup([1, -7, 60, 1000], [1, 1, 1, 1]))
 
 
-def test_a_refused_batch_leaves_the_tables_alone(tables: ShardedTables) -> None:
+def test_a_refused_batch_changes_no_row(tables: ShardedTables) -> None:
     with pytest.raises(InvalidInputError):
         tables.lookup(lookup([1, 99, 1000], [1, 0, 1, 1]))
     for name, want in initial_weights(CASE).items():
@@ -115,8 +115,8 @@ def test_lengths_that_do_not_fit(tables: ShardedTables, lengths: list[int], tota
     ("weights", torch.ones(2), "weights"),
     ("weights", torch.ones(6)[::2], "weights"),
 ])
-def test_tensors_that_the_kernels_would_misread(tables: ShardedTables, field: str,
-                                                value: torch.Tensor, word: str) -> None:
+def test_tensors_that_kernels_would_misread_are_refused(tables: ShardedTables, field: str,
+                                                        value: torch.Tensor, word: str) -> None:
     with pytest.raises(InvalidInputError, match=word):
         tables.lookup(replace(lookup([1, 2, 3], [1, 1, 1, 0]), **{field: value}))
 
@@ -216,7 +216,7 @@ def test_read_only_tables_build_no_graph() -> None:
 @pytest.mark.parametrize("spec, word", [
     (replace(TABLES[0], dim=1025), "dim"),
     (replace(TABLES[0], optimizer="rowwise_adagrad"), "optimizer")])
-def test_tables_that_are_not_executed(spec: TableSpec, word: str) -> None:
+def test_unsupported_tables_are_refused(spec: TableSpec, word: str) -> None:
     with pytest.raises(PlanError, match=f"'users'.*{word}"):
         ShardedTables(uniform_plan([spec], 1), [("user", "users")], SingleGroup(), SGD())
 

@@ -44,7 +44,7 @@ def one_table(rows: int, dim: int, bits: Any, world_size: int, mode: str = "pull
 def opened(group: ThreadGroup, plan: Plan, weights: torch.Tensor, seed: int = 0) -> ShardedTables:
     tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0), 1.0, seed)
     tables.write("t", weights)
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 
@@ -159,7 +159,7 @@ SPECIAL: dict[str, tuple[list[float], bool | None]] = {
 
 
 @pytest.mark.parametrize("name", sorted(SPECIAL))
-def test_rows_that_are_special(name: str) -> None:
+def test_codes_are_exact_and_nonfinite_rows_become_nan(name: str) -> None:
     """Numbers equal to codes are exact; a row with a number that is not finite becomes NaN."""
     numbers, is_exact = SPECIAL[name]
     odd = torch.tensor([numbers])
@@ -193,7 +193,7 @@ def test_a_single_row_of_one_column_is_unpacked(bits: int) -> None:
     assert (looked_up(row, bits)[1] - row).abs().max() < 2.0**-8
 
 
-def test_neighbours_and_owners_are_exact() -> None:
+def test_messages_within_a_domain_are_exact() -> None:
     """Ranks 0 and 1 share memory; numbers that rank 1 reads and sends are not rounded."""
     rows = rows_of(100, 32)
     owner, neighbour, far = looked_up(rows, 8, domains=(0, 0, 1))
@@ -219,7 +219,7 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         tables = ShardedTables(plan, [(n, n) for n in names], group, SGD(lr=1.0), 1.0, 0)
         for name in names:
             tables.write(name, rows)
-        tables.publish()
+        tables.flush_replicas()
         number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
         ids = torch.arange(number).repeat(3)
         out = tables.lookup(Lookup(ids, torch.ones(3 * number, dtype=torch.int64),
@@ -278,7 +278,7 @@ def squared_error(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim, bits", [(3, 8), (16, 8), (64, 8), (16, 4), (64, 4)])
 def test_the_planners_variance_limits_that_of_every_row(dim: int, bits: int) -> None:
-    """Also of rows for which it is nearly reached: two extremes, and numbers between two codes."""
+    """Includes rows that nearly reach it: two extremes, and numbers halfway between two codes."""
     worst = torch.zeros(100, dim)  # 127.5 (7.5) steps above the least number
     worst[:, 0], worst[:, 1] = 1.0, -1.0
     rows = torch.cat([rows_of(300, dim), worst])
@@ -291,7 +291,7 @@ def test_the_planners_variance_limits_that_of_every_row(dim: int, bits: int) -> 
         assert (squared_error(got, rows) <= relative_variance(16, dim)).all()
 
 
-def test_senders_do_not_share_their_draws() -> None:
+def test_senders_use_different_random_numbers() -> None:
     """Two hosts send the same gradient: with equal random numbers the sum would be twice a code."""
     one = torch.linspace(0, 1, 256)[None] + 0.5 / LEVELS
     one[0, 0], one[0, -1] = 0.0, 1.0
@@ -304,7 +304,7 @@ def test_senders_do_not_share_their_draws() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_draws_depend_on_seed_and_step_alone(bits: int) -> None:
+def test_random_numbers_depend_only_on_seed_and_step(bits: int) -> None:
     gradient = rows_of(500, 24)
     first, second = received(gradient, bits, steps=2)
     again = received(gradient, bits, steps=2, num_threads=3)
@@ -352,7 +352,7 @@ def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
         assert f"message_bits on this rank={mine}" in told
 
 
-def test_kernels_that_disagree_say_so() -> None:
+def test_kernels_with_different_bits_raise_errors() -> None:
     """Headers contain the bits, so differing ranks raise errors instead of misreading messages."""
     def body(group: ThreadGroup) -> None:
         tables = opened(group, one_table(9, 4, 32, 2), torch.zeros(9, 4))
@@ -365,7 +365,7 @@ def test_kernels_that_disagree_say_so() -> None:
         assert "message_bits on all ranks" in told
 
 
-def test_a_move_keeps_the_bits() -> None:
+def test_a_move_keeps_message_bits() -> None:
     case = dlrm_case("sgd")
     plans = [replace(uniform_plan(case.tables, 2, "striped"), message_bits=b) for b in (8, 32)]
 

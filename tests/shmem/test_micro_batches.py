@@ -157,7 +157,7 @@ def test_messages_of_eight_bits_are_reproducible() -> None:
     assert_bitwise(runs[0], runs[1], "two runs")
 
 
-def test_rows_stand_still_inside() -> None:
+def test_rows_do_not_change_inside_the_block() -> None:
     """Reads, lookups and barriers inside the block see the old rows; one update follows."""
     case = dlrm_case()
     plan = rich_plan(case.tables, 2, 3, True)
@@ -187,7 +187,7 @@ def test_rows_stand_still_inside() -> None:
                      for looks in (False, True)), "looked at and not")
 
 
-def test_what_was_looked_up_does_not_outlive_the_update() -> None:
+def test_prefetched_lookups_end_with_the_update() -> None:
     case = dlrm_case()
 
     def body(group: Any) -> None:
@@ -308,7 +308,7 @@ def test_gradients_must_not_change_while_the_thread_uses_them(
     assert_bitwise(tables.read("large"), before, "rows")
 
 
-def test_rows_are_read_behind_the_update_under_way(alone: Any) -> None:
+def test_reads_wait_for_the_update_under_way(alone: Any) -> None:
     case, tables, part = alone
     step = tables.step
 
@@ -322,7 +322,7 @@ def test_rows_are_read_behind_the_update_under_way(alone: Any) -> None:
     assert_bitwise(inside, tables.read("large"), "rows")
 
 
-def test_lookups_without_gradients_notice_ids_that_change(alone: Any) -> None:
+def test_lookups_without_gradients_detect_changed_ids(alone: Any) -> None:
     case, tables, part = alone
     batch = part.lookup(case)
     with MicroBatches([tables]), torch.no_grad():
@@ -342,7 +342,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
             begun = tables.turns.parts.start(part.lookup(case))
             begun.result()
             tables.write("large", torch.full(tables.shape("large"), 7.0))
-            tables.publish()
+            tables.flush_replicas()
             with torch.no_grad():
                 want = tables.lookup(part.lookup(case))
             out = tables.lookup(begun.result())
@@ -353,7 +353,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
     run_ranks(2, body, domains=(0, 1))
 
 
-def test_gradients_of_parts_cannot_be_forgotten(alone: Any) -> None:
+def test_gradients_of_earlier_parts_cannot_be_dropped(alone: Any) -> None:
     case, tables, part = alone
     with MicroBatches([tables]):
         tables.drop_gradients()
@@ -363,7 +363,7 @@ def test_gradients_of_parts_cannot_be_forgotten(alone: Any) -> None:
     assert tables.num_steps == 1
 
 
-def test_batches_have_one_thread_which_ends_with_the_tables() -> None:
+def test_all_batches_use_one_thread_which_ends_with_the_tables() -> None:
     def calls() -> list[int]:
         case = dlrm_case()
         tables, found = open_alone(case, SGD(lr=0.3)), list[int]()
@@ -415,7 +415,7 @@ def _two_collections(group: Any) -> str:
     return told
 
 
-def test_a_refused_part_ends_that_of_all_collections() -> None:
+def test_a_refused_part_stops_all_collections() -> None:
     told = run_ranks(2, _two_collections, timeout_s=60)
     assert told == ["PeerLostError", "InvalidInputError"]
 

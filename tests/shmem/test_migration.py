@@ -132,7 +132,7 @@ def test_writes_during_a_move_are_not_lost() -> None:
         if step == START + 2:
             tables.barrier()
             tables.write("large", torch.full((20000, 64), 0.25))
-            tables.publish()
+            tables.flush_replicas()
 
     def both(tables: ShardedTables, step: int) -> None:
         moving(uniform_plan(case.tables, 2, "replicated"), 4_000_000)(tables, step)
@@ -185,7 +185,7 @@ def _segments() -> list[str]:
         return [line.split()[4] for line in maps if "memfd:oper" in line]
 
 
-def test_no_room_and_a_move_given_up_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # tables of earlier tests
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 2, 6)
@@ -288,7 +288,7 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
         same_bits(got, want, replicas=True)
 
 
-def test_between_hosts_that_got_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_different_page_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requesting huge pages is collective, so all ranks do it or none."""
     monkeypatch.setenv("OPER_DEADLINE_S", "10")
     monkeypatch.setattr(ShardedTables, "page_kind",

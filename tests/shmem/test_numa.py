@@ -43,7 +43,7 @@ def test_nodes_and_their_processors(host: Host) -> None:
     assert find_nodes() == [Node(0, (0, 1, 2, 3, 8, 9, 10, 11)), Node(1, (4, 5, 6, 7, 12))]
 
 
-def test_numbers_are_the_kernels(host: Host) -> None:
+def test_node_numbers_are_the_kernels(host: Host) -> None:
     """Node numbers may have gaps or two digits, and nodes may lack processors."""
     host({0: ("0", "10 20 20 30"), 2: ("1", "20 10 20 30"), 10: ("2", "20 20 10 30"),
           11: ("", "30 30 30 10")})
@@ -55,13 +55,13 @@ def test_processors_without_memory_go_to_the_nearest(host: Host) -> None:
     assert find_nodes() == [Node(0, (0, 1, 4)), Node(1, (2, 3))]
 
 
-def test_memory_that_is_not_ours_holds_nothing(host: Host) -> None:
+def test_nodes_that_are_not_allowed_are_left_out(host: Host) -> None:
     host({0: ("0", "10 20"), 1: ("1", "20 10")}, allowed="1")
     assert find_nodes() == [Node(1, (0, 1))]
 
 
 @pytest.mark.parametrize("nodes", [{}, {0: ("rubbish", "10")}, {0: ("", "10")}])
-def test_one_node_where_nothing_is_said(host: Host, nodes: dict[int, tuple[str, str]]) -> None:
+def test_one_node_if_the_system_reports_none(host: Host, nodes: dict[int, tuple[str, str]]) -> None:
     host(nodes)
     assert find_nodes() == [Node(0, tuple(range(os.cpu_count() or 1)))]
 
@@ -87,7 +87,7 @@ def test_binding() -> None:
         area.close()
 
 
-def test_a_publication_follows_the_nodes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_places_rows_by_node(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes, numbers 0 and 3: the hot rows are on both, the rest on one, each bound to its
     node; a worker reads the copy of the node that its processors belong to."""
     processors = sorted(os.sched_getaffinity(0))

@@ -20,7 +20,7 @@ def plan(dtype: str) -> Plan:
     return Plan(4, (TablePlan(spec, (Piece(0, 16, tiers),)),), objective="inference")
 
 
-def test_a_single_domain_holds_every_row_once() -> None:
+def test_a_single_domain_has_one_copy_of_every_row() -> None:
     (tier,) = one_copy_per_domain(plan("float32"), [0, 0, 0, 0]).tables[0].tiers
     assert tier == Tier(0, 50, "striped", (0, 1, 2, 3))
 
@@ -47,7 +47,7 @@ def test_numbers(dtype: str, domains: list[int] | None) -> None:
     def rank(group) -> tuple[torch.Tensor, ...]:
         tables = ShardedTables(shared, [("f", "t")], group, None)
         tables.write("t", values)
-        tables.publish()
+        tables.flush_replicas()
         ids = torch.randperm(50, generator=torch.Generator().manual_seed(group.rank))
         out = tables.lookup(Lookup(ids, torch.ones(50, dtype=torch.int64),
                                    torch.zeros(1, dtype=torch.int64), 50))

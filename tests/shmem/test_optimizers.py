@@ -190,7 +190,7 @@ def test_equals_fbgemm(name: str, weighted: bool) -> None:
             assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-def test_what_fbgemm_has_no_cpu_operator_for() -> None:
+def test_fbgemm_has_no_cpu_operator_for_the_others() -> None:
     """Documents why other optimizers and decay are compared with formulas and torch only."""
     case = one_table(4, 8)
     for name in FBGEMM.keys() - {"sgd", "rowwise_adagrad", "adagrad"}:
@@ -297,11 +297,11 @@ def test_adamw_has_torchs_defaults() -> None:
 
 @pytest.mark.parametrize("name", ["lars_sgd", "lars_sgd_decay", "lamb", "lamb_decay",
                                   "partial_rowwise_lamb", "partial_rowwise_lamb_decay"])
-def test_norms_of_zero_divide_nothing(name: str) -> None:
+def test_norms_of_zero_make_no_step(name: str) -> None:
     """A row of zeros does not change, as in FBGEMM; 0 / 0 counts as no step."""
     case, tables = tiny(EVERY[name])
     tables.write("t", torch.zeros(6, 5))
-    tables.publish()
+    tables.flush_replicas()
     step_on(case, tables, [1, 2], torch.zeros(5))
     step_on(case, tables, [1, 3], torch.ones(5))
     for part in ("rows", *(p for p, _ in STATE_PARTS[EVERY[name].name])):
@@ -326,7 +326,7 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(initial_accumulator_value=0.75),
                                        Adagrad(initial_accumulator_value=0.75)], ids=str)
-def test_accumulators_begin_at_the_given_value(optimizer: Optimizer) -> None:
+def test_accumulators_start_at_the_given_value(optimizer: Optimizer) -> None:
     """Accumulators have their initial value on every rank, and keep changes in a migration."""
     case = small_case().with_optimizer(optimizer.name)
     split = rich_plan(case.tables, 2, 1, columns=True)
@@ -336,7 +336,7 @@ def test_accumulators_begin_at_the_given_value(optimizer: Optimizer) -> None:
         found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()
         tables.write("two", torch.full_like(found["two"], 2.0), 0, "momentum1")
-        tables.publish()
+        tables.flush_replicas()
         tables.migrate(split)
         found |= {f"{t.name} moved": tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()
@@ -357,7 +357,7 @@ def test_accumulators_begin_at_the_given_value(optimizer: Optimizer) -> None:
     (lambda: Adam(betas=(0.9, "0.99")), r"betas\[1\]='0.99'"),
     (lambda: PartialRowWiseAdam(betas=(0.9, 1 - 1e-10)), r"betas\[1\]"),  # 1 in fp32
 ])
-def test_settings_that_give_no_numbers(make: object, word: str) -> None:
+def test_invalid_settings_are_refused(make: object, word: str) -> None:
     with pytest.raises(InvalidInputError, match=word):
         make()
 

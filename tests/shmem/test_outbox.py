@@ -61,8 +61,8 @@ def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["striped", "replicated", "columns"])
 @pytest.mark.parametrize("count", [1, 9])
-def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str,
-                             count: int) -> None:
+def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPatch, world_size: int,
+                                                   kind: str, count: int) -> None:
     """Batches of all rows fit the computed size, which is not rounded up in this test."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     specs = _shapes(world_size, count)
@@ -84,7 +84,7 @@ def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, k
     run_ranks(world_size, body)
 
 
-def test_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_outbox_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slightly smaller outbox is too small for a batch of all rows, which raises an error."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
@@ -103,8 +103,7 @@ def test_a_small_table_reserves_little() -> None:
     assert tables._layout.outbox_bytes == 2 << 20
 
 
-def test_a_single_rank_that_owns_a_pushed_table_asks_nobody(monkeypatch: pytest.MonkeyPatch
-                                                            ) -> None:
+def test_a_single_rank_sends_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tier = Tier(0, 1024, "owned", (0,), mode="push")
     plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, (tier,)),)),))
@@ -114,7 +113,7 @@ def test_a_single_rank_that_owns_a_pushed_table_asks_nobody(monkeypatch: pytest.
     assert (tables.read("t") == -300).all()
 
 
-def test_a_pushed_tier_reserves_what_the_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pushed_tier_reserves_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """For pushed tiers the setting decides, since requests grow with the batch."""
     tiers = (Tier(0, 10, "owned", (0,)), Tier(10, 1024, "owned", (0,), mode="push"))
     plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, tiers),)),))
@@ -157,7 +156,7 @@ def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victi
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_small_table_fits_where_address_space_is_short(world_size: int) -> None:
+def test_a_small_table_fits_into_little_address_space(world_size: int) -> None:
     found = run_world(world_size, _under_a_limit, 256 << 20, SMALL, None, "")
     assert found == [("", "")] * world_size
 
@@ -176,7 +175,7 @@ def test_too_little_address_space_is_reported_on_all_ranks(world_size: int,
             assert f"rank={victim}," in text
 
 
-def test_the_remedy_helps() -> None:
+def test_the_remedy_named_by_the_error_helps() -> None:
     large = TableSpec("t", 1 << 21, 16, ("f",), "sum", optimizer="sgd")  # 128 MiB
     room = 220 << 20
     (kind, text), = run_world(1, _under_a_limit, room, large, None, "")
@@ -187,14 +186,28 @@ def test_the_remedy_helps() -> None:
 @pytest.mark.parametrize("number, told", [
     (12, "bytes=8192.*Cannot allocate"), (24, "RLIMIT_NOFILE=.*ulimit -n"),
     (27, "RLIMIT_FSIZE=.*ulimit -f")])
-def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, number: int, told: str
-                                          ) -> None:
+def test_errors_name_the_limit_of_the_system(monkeypatch: pytest.MonkeyPatch, number: int, told: str
+                                             ) -> None:
     def refused(num_bytes: int, name: str = "") -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(heap_module, "create_segment", refused)
     with pytest.raises(OperError, match=told):
         HostHeap(SingleGroup(), [8192])
+
+
+class _Group:
+    """Rank 0 of two ranks, of which the other has closed its socket."""
+
+    rank, world_size, is_local = 0, 2, False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, (os.getpid(), "\0oper-closed") if isinstance(value, tuple) else value]
+
+
+def test_a_lost_connection_is_not_reported_as_lack_of_memory() -> None:
+    with pytest.raises(OperError, match="cannot attach to a peer's arena: connection="):
+        HostHeap(_Group(), [8192] * 2)
 
 
 def _all_but_one(rank: int, world_size: int) -> tuple[str, str]:
@@ -210,7 +223,7 @@ def _all_but_one(rank: int, world_size: int) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_rank_without_descriptors_keeps_nobody_waiting() -> None:
+def test_a_rank_without_descriptors_releases_the_others() -> None:
     found = run_world(3, _all_but_one)
     assert [kind for kind, _ in found] == ["OperError"] * 3
     assert all("RLIMIT_NOFILE" in text for _, text in found)

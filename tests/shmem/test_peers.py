@@ -160,7 +160,7 @@ def test_a_malformed_batch_of_keys_releases_the_others(spoil: Callable[[Lookup],
     assert run_ranks(2, body) == [PeerLostError, InvalidInputError]
 
 
-def test_a_bad_id_found_ahead_releases_the_others() -> None:
+def test_an_invalid_id_of_a_resolved_batch_releases_the_others() -> None:
     plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
                                "striped"))
     errors = _one_rank_refuses(plan, lambda rank: bags_of_one(_IDS + 95 * rank),

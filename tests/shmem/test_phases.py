@@ -11,7 +11,7 @@ from tests.runtime_support import OPTIMIZERS, dlrm_case, make_batch, open_alone,
 
 
 def bucket(ns: int) -> int:
-    """Its number: the first bound that is above the time."""
+    """Return the number of the bucket of a time: the first bound above the time."""
     return next((k for k, us in enumerate(BUCKETS_US) if ns < 1000 * us), len(BUCKETS_US))
 
 

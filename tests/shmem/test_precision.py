@@ -163,7 +163,7 @@ def bits_differ(reader: Reader, plan: Plan, stops: Mapping[str, int], values: to
 
 
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_rows_of_each_type_are_added_as_fbgemm_adds_them(kernels: str) -> None:
+def test_rows_of_each_type_are_pooled_as_in_fbgemm(kernels: str) -> None:
     env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
     assert run_world(1, differences, env=env) == [[]]
 
@@ -195,7 +195,7 @@ def test_domains_hold_and_read_all_types(tiers: tuple[Tier, ...]) -> None:
         assert held <= publisher.memory_bytes()["tables"] <= held + copies + 64 * 40
 
 
-def test_rows_change_as_in_a_whole_publication() -> None:
+def test_changed_rows_equal_a_full_publication() -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(NUM_ROWS, 64, generator=generator)
     plan = placed(64)
@@ -214,8 +214,8 @@ def test_rows_change_as_in_a_whole_publication() -> None:
         assert reader.sums() == changed
 
 
-def test_rows_of_unknown_order_follow_in_the_order_of_their_ids() -> None:
-    """A range of types may end among them."""
+def test_rows_without_counts_follow_in_the_order_of_ids() -> None:
+    """A range of one type may end among the rows without counts."""
     spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")
     hottest = np.array([250, 3, 17])
     entry = with_row_dtypes(
@@ -230,7 +230,7 @@ def test_rows_of_unknown_order_follow_in_the_order_of_their_ids() -> None:
         assert torch.equal(look_up(reader, batch), wanted)
 
 
-def test_a_range_of_one_type_is_a_table_of_that_type() -> None:
+def test_a_range_of_one_type_equals_a_table_of_that_type() -> None:
     """Also holds if the type of all tiers differs from the table's."""
     values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(4))
     spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from oper.bench.core.memory import pss_bytes
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.memory.numa import near_domain
+from oper.shmem.memory.numa import local_domain
+from oper.shmem.publication.handshake import HANDSHAKE, receive_handshake
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
 from oper.tables import TableSpec
@@ -193,7 +195,7 @@ def test_rows_that_change_in_place_are_seen_whole(num_domains: int, name: str,
     publisher.close()
 
 
-def test_changes_wait_for_readers_and_need_something_to_change(
+def test_changes_wait_for_readers_and_need_a_first_publication(
         name: str, processes: list[Process]) -> None:
     publisher = Publisher(name, plan(1), dense(0))
     rows = {"b": (np.arange(3), torch.ones(3, 32))}
@@ -213,7 +215,7 @@ def test_changes_wait_for_readers_and_need_something_to_change(
     publisher.close()
 
 
-def test_a_publisher_that_dies_while_it_changes_rows_leaves_no_torn_ones(
+def test_a_publisher_killed_during_a_change_leaves_no_torn_rows(
         name: str, processes: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     code = PUBLISHER.replace("time.sleep", "torch.ops.oper.publication_set_epoch("
                              "publisher._state.control, -1)\nprint('changes', flush=True)\n"
@@ -234,8 +236,8 @@ def test_a_publisher_that_dies_while_it_changes_rows_leaves_no_torn_ones(
     reader.close()
 
 
-def test_a_killed_reader_is_forgotten(name: str, publisher: Publisher, processes: list[Process]
-                                      ) -> None:
+def test_the_slot_of_a_killed_reader_is_freed(name: str, publisher: Publisher,
+                                              processes: list[Process]) -> None:
     processes.append(Process(name, "0", "hold"))  # within an epoch
     other = Reader(name)
     publisher.publish_rows(constant(2), dense(2))
@@ -262,8 +264,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
-        name: str, processes: list[Process]) -> None:
+def test_readers_outlive_a_killed_publisher(name: str, processes: list[Process]) -> None:
     processes.append(Process(name, code=PUBLISHER))
     reader = Reader(name)
     assert reader.publisher_pid == processes[0].run.pid
@@ -345,7 +346,8 @@ def test_checksums_detect_damage(publisher: Publisher, reader: Reader) -> None:
         reader.verify()
 
 
-def test_a_forked_child_is_no_reader_and_no_publisher(publisher: Publisher, reader: Reader) -> None:
+def test_a_forked_child_is_neither_reader_nor_publisher(publisher: Publisher, reader: Reader
+                                                        ) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -356,6 +358,16 @@ def test_a_forked_child_is_no_reader_and_no_publisher(publisher: Publisher, read
     assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 7
     assert publisher.publish_rows(constant(2), dense(2)) == 2
     assert publisher.readers() == [os.getpid()]
+
+
+def test_a_bad_handshake_leaves_no_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        before = os.listdir("/proc/self/fd")
+        socket.send_fds(theirs, [HANDSHAKE.pack(b"OPERPUB0", 0)], [theirs.fileno()])
+        with pytest.raises(ValueError, match="OPERPUB0"):
+            receive_handshake(ours)
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_threads_of_one_reader(publisher: Publisher, reader: Reader) -> None:
@@ -379,5 +391,5 @@ def test_names_and_domains() -> None:
         with pytest.raises(InvalidInputError, match="name"):
             Reader(bad)
     mine = sorted(os.sched_getaffinity(0))
-    assert near_domain([[10**6], mine]) == 1
-    assert near_domain([mine, [10**6]]) == 0
+    assert local_domain([[10**6], mine]) == 1
+    assert local_domain([mine, [10**6]]) == 0

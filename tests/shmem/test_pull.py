@@ -75,7 +75,7 @@ def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Tra
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_sequences_half_rows_and_resolved_batches(pooled: bool) -> None:
+def test_unpooled_16_bit_rows_and_resolved_batches(pooled: bool) -> None:
     direct = run_ranks(2, lambda g: looked_up(g, False, pooled))
     once = run_ranks(2, lambda g: looked_up(g, True, pooled))
     for (a, reads), (b, fewer) in zip(direct, once, strict=True):
@@ -110,7 +110,7 @@ def measured(group: Any, costs: PullCosts) -> list[Duplication]:
     return found
 
 
-def test_chosen_by_measured_duplication() -> None:
+def test_pull_is_chosen_by_measured_duplication() -> None:
     hot, cold = run_ranks(2, lambda g: measured(g, PullCosts(extra_per_byte=0.1)))[0]
     assert hot == ("hot", 1000, 10, True)
     assert cold == ("cold", 1000, 1000, False)
@@ -120,7 +120,7 @@ def test_chosen_by_measured_duplication() -> None:
         PullCosts(extra_per_byte=-1.0)
 
 
-def test_a_bad_id_and_another_plan() -> None:
+def test_an_invalid_id_and_another_plan() -> None:
     """A bad id is named in the error, and the choice persists after a move to another plan."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, 2, 1)
@@ -173,13 +173,13 @@ def test_costs_are_measured_here() -> None:
         assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)
 
 
-def test_chosen_where_ranks_run_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ranks on different nodes measure costs; all use the mean and decide table by table."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, 4, 1)
     where = threading.local()
     monkeypatch.setattr(pull, "find_nodes", lambda: [Node(k, (k,)) for k in range(2)])
-    monkeypatch.setattr(pull, "near_domain", lambda nodes: where.node)
+    monkeypatch.setattr(pull, "local_domain", lambda nodes: where.node)
 
     def body(group: Any, nodes: tuple[int, ...]) -> tuple[Any, list[Duplication], int]:
         where.node = nodes[group.rank]

@@ -98,12 +98,12 @@ def other_codes(rank: int, world_size: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_the_codes_are_fbgemms(kernels: str) -> None:
+def test_codes_equal_fbgemms(kernels: str) -> None:
     env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
     assert run_world(1, other_codes, env=env) == [[]]
 
 
-def test_numbers_of_codes_and_unpooled_rows() -> None:
+def test_values_of_codes_and_unpooled_rows() -> None:
     values = torch.randn(40, 12)
     for dtype in TYPES:
         tables = our_tables(dtype, 40, 12)

@@ -43,8 +43,8 @@ from tests.runtime_support import (
 @pytest.mark.parametrize(("plan", "optimizer", "domains"), [
     *((plan, optimizer, None) for plan in PLANS for optimizer in ("sgd", "rowwise_adagrad")),
     *((plan, "rowwise_adagrad", (0, 1)) for plan in ("mixed", "rich")), ("rich", "adam", None)])
-def test_gradients_of_all_groups_give_the_unsharded_run(
-        plan: str, optimizer: str, domains: Sequence[int] | None) -> None:
+def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: str,
+                                                         domains: Sequence[int] | None) -> None:
     case = dlrm_case(optimizer)
     steps, fp32, fp64 = references(case, 4, optimizer, 4)
     got = trained(case, PLANS[plan](case), steps, ALL_OPTIMIZERS[optimizer], 1, domains=domains)
@@ -131,7 +131,7 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_no_update_after_a_failed_synchronization_succeeds(
         delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the groups would train apart from each other from then on."""
+    """If an update succeeded, the groups would have different rows from then on."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 8)
 
@@ -231,7 +231,7 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
                                    [(t.features[0], t.name) for t in specs], groups.mine,
                                    SGD(lr=1.0), groups.gradient_scale(1.0 / whole.world_size))
             Synchronizer(tables, groups)
-            tables.publish()
+            tables.flush_replicas()
             both.append(tables)
         both[0].family.update(both)
         both[1].family = both[0].family
@@ -334,7 +334,7 @@ def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -
                                    groups.mine, SGD(lr=1.0),
                                    groups.gradient_scale(1.0 / whole.world_size))
             Synchronizer(tables, groups)
-            tables.publish()
+            tables.flush_replicas()
             _join(both, [tables])
             both.append(tables)
             step(both)

@@ -84,7 +84,7 @@ def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: 
     same_bits(train_ahead(case, chosen, steps), want)
 
 
-def test_a_batch_resolved_before_a_move_is_resolved_anew() -> None:
+def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:
     case = dlrm_case()
     tables = open_tables(case, mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
     other = open_tables(case, mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
@@ -134,7 +134,7 @@ def test_a_bad_batch_is_refused_by_its_lookup() -> None:
             tables.lookup(resolved)
 
 
-def test_what_was_resolved_for_other_ids_is_not_used() -> None:
+def test_batches_resolved_for_other_ids_are_not_used() -> None:
     case = dlrm_case(weighted=True)
     tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), None)
     resolved = tables.resolve(make_batch(case, 2, 50).lookup(case))

@@ -61,7 +61,7 @@ def test_rounded_rows_are_averaged(plan: str, optimizer: str, delay: int, bits: 
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_errors_of_rounding_are_fed_back(delay: int) -> None:
+def test_rounding_errors_are_fed_back(delay: int) -> None:
     """The mean over the groups stays exact, and the groups differ by about a step of the codes."""
     def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, ...]:
         for step in range(6):
@@ -75,7 +75,7 @@ def test_errors_of_rounding_are_fed_back(delay: int) -> None:
         tables.barrier()
         found = before, tables.read("t")
         tables.write("t", found[1])
-        tables.publish()
+        tables.flush_replicas()
         return found
 
     ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 3, body,
@@ -89,8 +89,8 @@ def test_errors_of_rounding_are_fed_back(delay: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_only_groups_that_have_updated_a_row_have_a_part_in_its_average(dtype: str) -> None:
-    """Also if another group has sent the row rounded before, and has kept the error."""
+def test_only_groups_that_updated_a_row_contribute_to_its_average(dtype: str) -> None:
+    """Covers a row that another group has sent rounded before, and whose error it has kept."""
     case = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="rowwise_adagrad",
                            dtype=dtype)], (1,))
 
@@ -130,7 +130,7 @@ def test_bytes_sent(every: int, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
-    """Rounded stochastically with 8 bits: errors of many steps average out."""
+    """With 8 bits rounding is stochastic, so that errors of many steps average out."""
     steps = 64
 
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:

@@ -62,7 +62,7 @@ def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
                            1.0 / group.world_size, SEED)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight.to(start or NARROW[dtype]))
-    tables.publish()
+    tables.flush_replicas()
     found = {}
     for k, batches in enumerate(steps):
         out = tables.lookup(batches[group.rank].lookup(own))
@@ -106,7 +106,7 @@ def test_philox_known_answers(counter, key, want) -> None:
     assert philox4x32(np.array(counter, np.uint32), key).tolist() == list(want)
 
 
-def test_draws_are_all_different() -> None:
+def test_random_numbers_are_all_different() -> None:
     rows = np.arange(64)
     draws = {(step, name): rounding_bits(rounding_key(3, name), step, rows, 40)
              for step in (1, 2, 2**33 + 1) for name in "ab"}
@@ -127,7 +127,7 @@ AWKWARD = [0.0, 1.0, -1.0, 1 + 2**-9, 1 + 2**-12, -3.14159, 1e-3, 65504.0, 65503
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("value", AWKWARD)
-def test_rounding_is_to_a_neighbour_and_right_on_average(dtype: str, value: float) -> None:
+def test_rounding_is_to_a_neighbour_and_unbiased(dtype: str, value: float) -> None:
     """Covers all 2^16 random values; torch's conversion determines the neighbours."""
     value = float(np.float32(value))
     draws = np.arange(65536, dtype=np.uint32)
@@ -148,7 +148,7 @@ def test_rounding_is_to_a_neighbour_and_right_on_average(dtype: str, value: floa
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_what_is_not_finite_stays(dtype: str) -> None:
+def test_nonfinite_numbers_are_kept(dtype: str) -> None:
     for draw in (0, 65535):
         found = round_stochastically(np.array([np.inf, -np.inf, np.nan], np.float32),
                                      np.full(3, draw, np.uint32), dtype)
@@ -215,7 +215,7 @@ def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_threads_and_runs_change_nothing(dtype: str) -> None:
+def test_threads_and_repeated_runs_change_no_bit(dtype: str) -> None:
     case = dlrm_case()
     steps = make_steps(case, 2, 3, seed=3)
     runs = [all_ranks(case, mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
@@ -225,7 +225,7 @@ def test_threads_and_runs_change_nothing(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_special_numbers_survive(dtype: str) -> None:
+def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
     """Covers all 65,536 values as read by the kernels, and updates of rows that are not finite."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype])
     table = TableSpec("t", 1024, 64, ("f",), "sum", dtype, "sgd")
@@ -234,7 +234,7 @@ def test_special_numbers_survive(dtype: str) -> None:
     def body(group) -> tuple[torch.Tensor, torch.Tensor]:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
         tables.write("t", every.view(1024, 64))
-        tables.publish()
+        tables.flush_replicas()
         out = tables.lookup(Lookup(torch.arange(1024), torch.ones(1024, dtype=torch.int64),
                                    case.key_of, 1024))
         out.backward(torch.zeros_like(out))
@@ -256,7 +256,7 @@ def test_small_updates_are_not_lost() -> None:
     def body(group) -> torch.Tensor:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
         tables.write("t", torch.full((512, 16), 1.5))
-        tables.publish()
+        tables.flush_replicas()
         batch = Lookup(torch.arange(512), torch.ones(512, dtype=torch.int64), case.key_of, 512)
         for _ in range(1000):
             tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))

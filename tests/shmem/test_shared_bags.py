@@ -93,7 +93,8 @@ def train(case: Case, tables: ShardedTables, batches: list[Lookup], by_lookup: b
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("in_order", [True, False])
-def test_rows_and_updates_are_those_of_copies(sizes: tuple[int, int], in_order: bool) -> None:
+def test_rows_and_updates_equal_those_of_copied_bags(sizes: tuple[int, int], in_order: bool
+                                                     ) -> None:
     case = dlrm_case()
     for plan in plans_for(case.tables, 2).values():
         def body(group: Any, plan: Any = plan) -> list[list[Any]]:
@@ -111,7 +112,7 @@ def test_rows_and_updates_are_those_of_copies(sizes: tuple[int, int], in_order: 
 
 
 @pytest.mark.parametrize("what", ["guard", "no_sync", "clamp"])
-def test_what_looks_at_gradients_sees_those_of_bags(what: str) -> None:
+def test_guard_clamp_and_no_sync_get_gradients_of_bags(what: str) -> None:
     case = dlrm_case()
     batches = [make(case, s, 40, 17, True) for s in range(4)]
     optimizer = replace(RWA, max_gradient=0.5) if what == "clamp" else RWA
@@ -155,7 +156,7 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "no_sync", "max_gradient"])
-def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass(way: str) -> None:
+def test_changes_unseen_by_torch_are_refused_in_the_backward_pass(way: str) -> None:
     """Includes a bag that only other features use."""
     case = dlrm_case()
     optimizer = replace(RWA, max_gradient=0.5) if way == "max_gradient" else RWA
@@ -184,7 +185,7 @@ def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass(way: s
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_repaired_ids_leave_samples_their_bags(in_order: bool) -> None:
+def test_repaired_batches_keep_shared_bags(in_order: bool) -> None:
     case = dlrm_case()
     found = []
     for by_lookup in (True, False):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-from oper.shmem.group.connections import connect
+from oper.errors import OperError
+from oper.shmem.group.connections import connect, receive
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.library import register
 from tests.runtime_support import run_ranks
@@ -122,7 +123,7 @@ def test_another_exchange_is_refused(ranks: list[Rank], skips: int, num_bytes: i
     assert ranks[0].run(1000) == (UNEXPECTED, 1)
 
 
-def test_a_stranger_is_refused(ranks: list[Rank]) -> None:
+def test_a_connection_without_the_token_is_refused(ranks: list[Rank]) -> None:
     ranks[0].begin(_bytes(8), [8] * 3)
     peer = ranks[1].connections[0]
     assert peer is not None
@@ -148,7 +149,7 @@ class _Besieged:
         return everyone
 
 
-def test_nobody_waits_for_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_connections_cause_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that send nothing, an incomplete greeting, or a wrong greeting cause no delay."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     strangers: list[socket.socket] = []
@@ -165,3 +166,27 @@ def test_nobody_waits_for_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
             assert peer.recv(2) == bytes([10 * b + a])
     for connection in [*strangers, *(p for of in peers for p in of.values())]:
         connection.close()
+
+
+class _Group:
+    """Rank 2 of a group, in which rank 0 listens at `address` and rank 1 does not listen."""
+
+    rank, world_size, is_local = 2, 3, False
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+
+    def all_gather(self, value: Any) -> list[Any]:
+        with socket.create_server(("", 0)) as server:
+            closed = server.getsockname()[1]
+        return [(*self._address, b"t" * 32), (self._address[0], closed, b""), value]
+
+
+def test_a_rank_that_cannot_connect_to_all_closes_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+        with pytest.raises(OperError, match="cannot connect to the other ranks"):
+            connect(_Group(server.getsockname()[:2]))
+        peer, _ = server.accept()
+        with peer:
+            assert receive(peer, 100)[:32] == b"t" * 32  # the greeting, then the end

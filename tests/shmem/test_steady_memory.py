@@ -43,7 +43,7 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
                            ProcessGroup(), RowWiseAdagrad(lr=0.01), 1.0 / world_size)
     for spec in SPECS:
         tables.write(spec.name, torch.zeros(spec.num_rows, spec.dim))
-    tables.publish()
+    tables.flush_replicas()
     generator = torch.Generator().manual_seed(rank)
     gradient = torch.randn(BATCH, tables.output_columns, generator=generator)
     lengths = torch.full((len(SPECS) * BATCH,), POOLING)
@@ -83,6 +83,6 @@ def _check(mixed: bool, ahead: bool) -> None:
         assert found["faults"] < 2 * STEPS, found
 
 
-def test_a_step_takes_no_new_memory() -> None:
+def test_a_step_allocates_no_new_memory() -> None:
     _check(mixed=False, ahead=False)
     _check(mixed=True, ahead=True)

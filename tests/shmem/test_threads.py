@@ -89,7 +89,7 @@ def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
+def test_every_backward_pass_is_applied_once(optimizer: str, mode: str) -> None:
     """Threads that use different rows give bitwise the result of sequential training."""
     steps, num_threads = 300, 4
 
@@ -136,7 +136,7 @@ def test_threads_that_share_rows() -> None:
     assert torch.equal(tables.read("t"), num_threads * _counted(map(ids_of, range(steps))))
 
 
-def test_a_sharded_module_with_batches_that_are_announced() -> None:
+def test_a_sharded_module_with_prefetched_batches() -> None:
     """Two threads train and one evaluates, through the module and its resolving thread."""
     bag = nn.EmbeddingBag(ROWS, DIM, mode="sum")
     nn.init.zeros_(bag.weight)
@@ -164,7 +164,7 @@ def test_a_sharded_module_with_batches_that_are_announced() -> None:
     assert torch.equal(model.state_dict()["0.weight"], want)
 
 
-def test_gradients_that_are_held_back() -> None:
+def test_accumulated_gradients_of_several_threads() -> None:
     """Blocks of `no_sync` overlap between threads; no gradient is lost, and no block stays open."""
     tables = _alone()
 
@@ -180,7 +180,7 @@ def test_gradients_that_are_held_back() -> None:
     assert torch.equal(tables.read("t"), 2 * want)
 
 
-def test_lookups_without_gradients_wait_for_nobody() -> None:
+def test_lookups_without_gradients_do_not_wait() -> None:
     tables = _alone()
     found: list[torch.Tensor] = []
 
@@ -195,14 +195,14 @@ def test_lookups_without_gradients_wait_for_nobody() -> None:
     assert found[0].shape == (4, DIM)
 
 
-def test_lookups_at_once_of_rows_that_are_copied() -> None:
+def test_concurrent_lookups_with_deduplicated_pull() -> None:
     """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place."""
     spec = _spec("sgd")
 
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(uniform_plan([spec], 2), [("t", "t")], group, None)
         tables.write("t", torch.arange(ROWS)[:, None].expand(-1, DIM).float())
-        tables.publish()
+        tables.flush_replicas()
         choose_pull(tables, True)
         if group.rank == 0:
             def look(thread: int) -> None:

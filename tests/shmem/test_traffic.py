@@ -96,7 +96,7 @@ def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: st
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1, max_row_norm=0.01),
                                        RowWiseAdagrad(lr=0.05, max_row_norm=0.01)],
                          ids=["sgd", "rowwise_adagrad"])
-def test_clipped_rows_are_summed_as_often_as_replayed(optimizer: Any) -> None:
+def test_squares_of_clipped_rows_equal_the_replay(optimizer: Any) -> None:
     case = dlrm_case(optimizer.name)
     steps = make_steps(case, 2, 3)
     plan = rich_plan(case.tables, 2, 1, columns=True)
@@ -105,7 +105,7 @@ def test_clipped_rows_are_summed_as_often_as_replayed(optimizer: Any) -> None:
     assert_equal(case, plan, steps, found, clipped=[t.name for t in case.tables])
 
 
-def test_weights_and_their_gradients_count() -> None:
+def test_weights_and_their_gradients_are_counted() -> None:
     case = replace(dlrm_case(), weighted=True, id_dtype=torch.int32)
     steps = make_steps(case, 2, 3)
     plan = rich_plan(case.tables, 2, 3, columns=True)

@@ -131,7 +131,7 @@ def _one_closes(rank: int, world_size: int) -> list[float]:
     return second.state_dict()["weight"].full_tensor().flatten().tolist()
 
 
-def test_ranks_that_close_apart_shard_again() -> None:
+def test_ranks_that_close_at_different_times_shard_again() -> None:
     first, second = run_world(2, _one_closes, labels="ab")
     assert first == second
 
@@ -152,6 +152,6 @@ def _leaves_early(rank: int, world_size: int) -> bool:
     return recv.tolist() == [[], [0] * 4 + [2] * 4, [0] * 4 + [1] * 4][rank]
 
 
-def test_a_rank_that_has_done_its_part_may_leave() -> None:
+def test_a_rank_may_close_after_its_part_of_an_exchange() -> None:
     """A rank that closes properly does not count as lost while others complete the exchange."""
     assert run_world(3, _leaves_early) == [True] * 3

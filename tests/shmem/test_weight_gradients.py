@@ -86,7 +86,7 @@ def test_many_bags_on_several_threads() -> None:
     assert_bitwise(results[1:], results[:1] * 2, "weight gradients on one and two threads")
 
 
-def test_the_update_is_the_same_with_and_without() -> None:
+def test_weight_gradients_do_not_change_the_update() -> None:
     """The tables' update does not depend on whether the weights need a gradient."""
     case = dlrm_case(weighted=True)
     batch = make_batch(case, 4, 20)
@@ -119,7 +119,7 @@ def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
         other.backward()
 
 
-def test_weights_that_no_one_trains_are_refused() -> None:
+def test_weights_of_read_only_tables_must_not_need_gradients() -> None:
     case = dlrm_case("none", weighted=True)
     tables = ShardedTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
     batch = make_batch(case, 5, 3)

@@ -53,7 +53,7 @@ def check(case: Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, **op
 
 @pytest.mark.parametrize("optimizer, domains", [
     *(("rowwise_adagrad", d) for d in DOMAINS), ("sgd", (0, 1, 0, 1))], ids=str)
-def test_replayed_bytes_are_the_sent_bytes(optimizer: str, domains: tuple[int, ...]) -> None:
+def test_sent_bytes_equal_the_replay(optimizer: str, domains: tuple[int, ...]) -> None:
     case = replace(dlrm_case(optimizer), weighted=optimizer == "sgd")
     owned = pushed(uniform_plan(case.tables, len(domains), "owned"))
     for plan in (owned, *all_plans(case, len(domains)).values()):
@@ -135,7 +135,7 @@ def test_owners_of_pushed_tables_read_their_own_rows() -> None:
     assert not found[[KIND["ids"], KIND["partial_sums"], KIND["gradient_ids"]]].any()
 
 
-def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
+def test_long_requests_with_another_last_id_are_sent_again() -> None:
     """The backward pass of a batch older than the last two lookups sends its requests again."""
     table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
     plan = Plan(2, (TablePlan(table, (Piece(0, 4, (

@@ -73,7 +73,7 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
     result = train(config(raw, tmp_path), show_progress=False)
     assert result["auc"] > 0.6
     folder = Folder.open(raw.folder, allow_raw=True)
-    # The steps of the first epoch left out only the rows of an incomplete batch.
+    # The first epoch skipped only the rows of the incomplete last batch.
     for name in ("C1", "C13", "C26"):
         seen = {k for part in folder.parts("train")
                 for k in folder.read_part(part, (name,)).column(name).to_pylist()}
@@ -86,8 +86,11 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
 def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
                                                row_dtype: str | None) -> None:
-    """Keys that come, are replaced, and expire: published one by one, they equal a publication of
-    all final weights, bit for bit; without a second copy of the tables."""
+    """Keys arrive, are replaced, and expire.
+
+    Deltas published one by one give the same weights, bit for bit, as a publication of all final
+    weights; there is no second copy of the tables.
+    """
     run = tmp_path / "run"
     flags = {"dynamic.rows": 90, "dynamic.admit_after": 2, "dynamic.time_to_live": 3}
     train(config(raw, run, checkpoint_every=5, delta_every=1, max_steps=9, **flags),
@@ -160,7 +163,7 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
     assert find_weights(run).name == CHECKPOINT and served.publish() == 2
     scores, epoch = predictor.predict(request)
     assert epoch == 2 and np.abs(scores - expected).max() < 1e-6
-    # A resumed run may have another time to live. (Here it is edited.)
+    # A resumed run may have another time to live, here edited in its configuration.
     text = (run / "config.json").read_text()
     assert text.count('"time_to_live": 9') == 1
     (run / "config.json").write_text(text.replace('"time_to_live": 9', '"time_to_live": 1'))

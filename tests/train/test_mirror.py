@@ -1,4 +1,4 @@
-"""A run in a store, followed through a local copy: whole files, one checkpoint at a time."""
+"""A run in a store, followed by a local copy: complete files, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def upload(store: Store, run: Path, mirror: RunMirror, seed: int) -> None:
-    """Upload a run file by file, in any order, and look after each."""
+    """Upload a run file by file, in random order, and update the mirror after each file."""
     names = names_in(run)
     random.Random(seed).shuffle(names)
     for name in names:
@@ -91,7 +91,7 @@ def assert_equal(mirror: RunMirror, run: Path) -> None:
 
 
 def test_a_run_arrives_whatever_the_order(place: Store, runs: list[Path]) -> None:
-    """And the next one replaces it, in the same places; its deltas can be followed."""
+    """The next run replaces it in the same places; its deltas can be followed."""
     mirror = RunMirror(place.url)
     try:
         assert names_in(mirror.folder) == []
@@ -118,7 +118,7 @@ def test_a_run_arrives_whatever_the_order(place: Store, runs: list[Path]) -> Non
             place.put(name, bytes(data))
         mirror.update()
         mirror.update()
-        if place.url.startswith("s3:"):  # whose times are whole seconds
+        if place.url.startswith("s3:"):  # whose times have whole seconds only
             time.sleep(1.1)
         assert (mirror.folder / CHECKPOINT).stat().st_ino == held
         upload(place, runs[0], mirror, 3)
@@ -150,7 +150,7 @@ def test_a_thread_follows_and_says_what_is_wrong_once(
 
 
 def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
-    """Files of later deltas may arrive before it. The chain goes on when it is there."""
+    """Files of later deltas may arrive before a delta; the chain continues when it has arrived."""
     names = names_in(runs[0])
     late = [n for n in names if n.startswith(f"{CHECKPOINT}.deltas/") and "/000000/" in n]
     for name in sorted(set(names) - set(late)):
@@ -174,7 +174,7 @@ def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
 
 def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a run replaces a checkpoint while a server starts."""
+    """For example, a run replaces a checkpoint while a server starts."""
     shutil.copytree(runs[0], tmp_path / "run")
     opens, opened = stores.open_input, []
 
@@ -194,7 +194,7 @@ def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,
 def test_a_store_that_fails_in_its_own_way(runs: list[Path], tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch,
                                            caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the class of the error, the next look finds what is new."""
+    """After an error of any class, the next update finds new files."""
     lists, fails = stores.listing, [True, True]
 
     def list_or_fail(url: str) -> Any:

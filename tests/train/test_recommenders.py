@@ -35,7 +35,8 @@ def config(name: str, out: Path, **flags: Any) -> TrainConfig:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_sharded_equals_unsharded(name: str, tmp_path: Path) -> None:
     results = {}
-    # DQN's best next action may be another one after a rounding; sqn is compared with its discount.
+    # A rounding error may change DQN's best next action, so its discount is 0 here; that of sqn
+    # is not.
     flags = {"model.gamma": 0.0} if name == "dqn" else {}
     for sharding in ("oper", "none"):
         run = config(name, tmp_path / sharding, sharding=sharding, **flags)
@@ -122,7 +123,7 @@ def test_users_of_a_catalogue_differ_by_its_spread() -> None:
     assert (data.items[data.test.stop] == data.test.targets).all()
     assert (data.test.stop == data.offsets[2:] - 1).all()
     assert (data.rewards[data.test.stop] == 1).all()
-    # The next items of the one before, within each user and not from one to the next.
+    # Consecutive items of a user are close; the last of one user and the first of the next are not.
     first = np.zeros(data.users.size, bool)
     first[data.offsets[1:-1]] = True
     step = np.diff(data.items)[~first[1:]]

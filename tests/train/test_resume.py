@@ -31,7 +31,7 @@ from tests.train.test_train import config, finish, lines, run_ranks, start_ranks
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
 
 
-# `oper`, of which rank 1 kills itself once, between two checkpoints.
+# The program `oper`; rank 1 kills itself once, between two checkpoints.
 KILLED = """
 import os, signal, sys
 from oper.cli import main
@@ -77,8 +77,8 @@ def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
 def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash, dropout, candidates, schedules and multipliers equal those of a run without
-    one."""
+    """After a crash, dropout, candidates, schedules and multipliers equal those of an uninterrupted
+    run."""
     flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
     runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
             for name in ("calm", "crashed")}

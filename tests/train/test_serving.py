@@ -115,7 +115,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
         os.rename(tmp_path / STATE, copy / STATE)
         wait_for(lambda: client.score_request(request)[1] == 9)
         assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
-        # What the chain leads to is what the run ends with.
+        # The last delta leads to the weights with which the run ends.
         shutil.rmtree(there / deltas[3].name)
         shutil.copytree(deltas[3], there / deltas[3].name)
         os.unlink(copy / STATE)

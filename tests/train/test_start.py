@@ -31,8 +31,8 @@ FLAGS = {"max_steps": 6, "batch_size": 64, "checkpoint_every": 6, "log_every": 1
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with statistics: `day0`, `new` with its rows in another order, and day 1 with the
-    vocabulary of each (`old1`, `new1`)."""
+    """Folders with statistics: `day0`, `new` (day 0 with its rows in another order), and day 1 with
+    the vocabulary of each (`old1`, `new1`)."""
     root: Path = tmp_path_factory.mktemp("days")
     cardinalities = tuple(9 + 23 * k for k in range(26))
     log = write_synthetic_log(root / "log.txt", SyntheticLog(6000, 5, cardinalities)).read_text()

@@ -1,5 +1,5 @@
-// torch operators that create, query and close tables in device memory, on libtorch's stable ABI.
-// Python holds their memory; see oper/shmem/device/tables.py.
+// torch operators that create, query and close tables in device memory. Python owns the memory, see
+// oper/shmem/device/tables.py.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -53,7 +53,7 @@ void Prepared::use_on(cudaStream_t stream) {
 
 Prepared::~Prepared() {
   if (ready == nullptr) return;
-  // Their memory goes back to the stream that it came from.
+  // Their memory goes back to the stream `made_on`, whose later work may reuse it.
   if (used_on != nullptr && cudaEventRecord(ready, used_on) == cudaSuccess)
     cudaStreamWaitEvent(made_on, ready, 0);
   cudaEventDestroy(ready);
@@ -97,7 +97,8 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   const bool is_whole = distinct.size() == keys.size() &&
                         (keys.empty() || *distinct.rbegin() + 1 == key_of.numel());
   Tensor on_device = empty(static_cast<int64_t>(words.size()), ScalarType::Int);
-  // In the order of the stream that may still use this memory; later lookups may run on others.
+  // Copied on the current stream, whose earlier work may still use this memory, and waited for,
+  // since later lookups may run on other streams.
   const char* what = "cannot copy the features' keys";
   const cudaStream_t stream = stream_of(*like);
   copy_to_device(on_device.data_ptr(), words, stream, what);
@@ -109,7 +110,8 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
 
 namespace {
 
-// `like`: an empty tensor on the tables' device. `domain`: ranks whose memory this one can address.
+// `pads`, `arena`, `arena_bytes`: see Shared. `domain`: the ranks whose memory this one can
+// address. `like`: an empty tensor on the tables' device.
 int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
                               int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
                               int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
@@ -117,8 +119,8 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
-  std::vector<bool> near(static_cast<size_t>(world_size));
-  for (int64_t r : domain) near[r] = true;
+  std::vector<bool> local(static_cast<size_t>(world_size));
+  for (int64_t r : domain) local[r] = true;
 #if defined(OPER_EMULATED)
   made->rank = static_cast<int>(rank);
   for (int64_t r : domain) made->neighbours |= uint64_t{1} << r;
@@ -126,13 +128,13 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   const OnDevice on(*made);
   made->context =
       std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
-                                Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
+                                Shared{int64_data(pads), arena, arena_bytes, local}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
 void device_context_close(int64_t handle) { tables_of_device().close(handle); }
 
-// `hook`: address of a function, see Hook, or 0; the others as in `Tables`.
+// `hook`: address of a Hook, or 0. For the others, see Tables.
 void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges,
                                bool tells, bool gathers, bool shares, bool counts,
                                int64_t num_squares) {
@@ -147,7 +149,7 @@ void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hoo
   tables->num_squares = num_squares;
 }
 
-// Sets the addresses of push mode's messages, int64 [W] each; within a step, for that step only.
+// See Tables. If called within a step, it applies to that step only.
 void device_context_set_push(int64_t handle, Tensor requests, Tensor partials, int64_t bytes) {
   const auto tables = tables_of(handle);
   tables->requests = requests;
@@ -161,13 +163,13 @@ void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_
   tables->most_staging_bytes = most_staging_bytes;
 }
 
-// Called within a step: hands over rows of other domains, see FarRows.
+// Called within a step, with the rows that remote ranks have sent, see RemoteRows.
 void device_receive_rows(int64_t handle, Tensor ranges, Tensor rows, int64_t num_rows,
                          int64_t num_bytes) {
   tables_of(handle)->received = {ranges, rows, num_rows, num_bytes};
 }
 
-// Code, rank and detail of the first error; reads host memory only.
+// Code, rank and detail of the first error, see ErrorWord. Reads host memory only.
 std::tuple<int64_t, int64_t, int64_t> device_context_error(int64_t handle) {
   const ErrorWord error = tables_of(handle)->context->error();
   return {error.code, error.rank, error.detail};
@@ -179,26 +181,27 @@ void device_context_forget_error(int64_t handle) {
   tables->context->forget_error(stream_of(*tables->like));
 }
 
-// The tables in the order of keys, as numbers of the plan's tables.
+// Numbers in the plan of the tables in the order of keys, see Context.
 std::vector<int64_t> device_context_order(int64_t handle) {
   const auto tables = tables_of(handle);
   const auto& order = tables->context->order;
   return {order.begin(), order.end()};
 }
 
-// Whether a single rank updates rows while it reduces gradients, so that no exchange is needed.
+// See Context::updates_at_once.
 bool device_context_updates_at_once(int64_t handle) {
   return tables_of(handle)->context->updates_at_once;
 }
 
-// Pairs and distinct rows of the last batch whose plan the device has made, and in how many passes
-// rows of peers were fetched once; reads host memory only.
+// Pairs and distinct rows of the last batch plan that the device has made, and the number of passes
+// in which rows of peers were staged. Reads host memory only.
 std::tuple<int64_t, int64_t, int64_t> device_context_duplication(int64_t handle) {
   const auto tables = tables_of(handle);
   const int64_t* found = tables->context->duplication();
   return {found[0], found[1], tables->num_staged};
 }
 
+// View of memory of the tables' device.
 Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarType type) {
 #if defined(OPER_EMULATED)
   const auto kind = torch::headeronly::DeviceType::CPU;
@@ -209,8 +212,9 @@ Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarTyp
                    Device(kind, static_cast<int32_t>(tables.like->get_device_index())));
 }
 
-// Arrays of the step under way: keys of its plan's pairs (int64, or uint32 stored as int32), where
-// runs begin, their number; in an update also where lists begin, int64 [W * (T + 1)], and rows.
+// Arrays of the current step, for the counters of Python: keys of its batch plan's pairs (int64, or
+// uint32 stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64
+// [W * (T + 1)], and Inbox::rows.
 std::vector<Tensor> device_arrays(int64_t handle) {
   const auto tables = tables_of(handle);
   STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");
@@ -229,7 +233,7 @@ std::vector<Tensor> device_arrays(int64_t handle) {
   return found;
 }
 
-// DLPack's DLManagedTensor, whose header torch keeps from users of its stable interface.
+// DLPack's DLManagedTensor, which torch's stable interface does not include.
 struct ManagedTensor {
   void* data;
   int32_t device_type, device_index, num_dims;
@@ -241,9 +245,9 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
-// A ManagedTensor [rows, columns] of memory that device `index` can address, wherever it lies:
-// torch believes the device stated in it, but `from_blob` refuses memory of another device. `index`
-// -1: host memory. `type`: a RowType. The caller keeps the mapping alive.
+// Address of a new ManagedTensor [rows, columns] over memory that device `index` can address, also
+// if it is memory of another device: unlike `from_blob`, DLPack does not check where memory is.
+// `index` -1: host memory. `type`: a RowType. The caller keeps the mapping alive.
 int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
   constexpr int32_t kCpu = 1, kCuda = 2;
   constexpr uint8_t kFloat = 2, kBfloat = 4;

@@ -1,5 +1,5 @@
 // torch operators by which tables in device memory exchange data with other memory domains: they
-// send heads, and pack and place the arrays of a phase. See oper/shmem/exchange/device.py.
+// exchange headers, and pack and unpack the arrays of a phase. See oper/shmem/exchange/device.py.
 #include <algorithm>
 #include <tuple>
 
@@ -16,24 +16,24 @@ Messages& messages_of(const Tables& tables) {
   return *tables.messages;
 }
 
-// `bits`: bits per number of answers and of gradients, [T, 2] in the order of keys.
+// `bits`: see Messages::Setup, with tables in the order of keys.
 void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int64_t collection) {
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
   STD_TORCH_CHECK(bits.size() == 2 * context.message_tables.size(),
                   "internal: bits are not by table");
   tables->messages = std::make_unique<Messages>(
-      Messages::Setup{context.view.rank, context.near, context.message_tables, std::move(bits),
+      Messages::Setup{context.view.rank, context.local, context.message_tables, std::move(bits),
                       static_cast<uint32_t>(collection), kAlignment, true});
 }
 
-// Begins a phase: sends all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
-// Returns the counts from all ranks, and a Status. `transport`: address of a function, see
-// Transport.
-std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t phase,
-                                                           bool weighted, int64_t code,
-                                                           int64_t culprit, Tensor counts,
-                                                           int64_t transport) {
+// Begins a phase: exchanges headers with all ranks, with `counts`, int64 [W, T, kCounts], and this
+// rank's error `code` (0 = none) and `culprit`. Returns the counts from all ranks, and a Status.
+// `transport`: address of a function, see Transport.
+std::tuple<Tensor, int64_t, int64_t> device_exchange_headers(int64_t handle, int64_t phase,
+                                                             bool weighted, int64_t code,
+                                                             int64_t culprit, Tensor counts,
+                                                             int64_t transport) {
   const auto tables = tables_of(handle);
   Messages& messages = messages_of(*tables);
   messages.begin(static_cast<CollectivePhase>(phase));
@@ -42,24 +42,24 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
       counts, {counts.size(0), counts.size(1), counts.size(2)}, ScalarType::Long);
   int64_t* in = static_cast<int64_t*>(theirs.data_ptr());
   std::fill(in, in + theirs.numel(), 0);
-  for (int32_t r : messages.far) {
+  for (int32_t r : messages.remote) {
     const int64_t* out = int64_data(counts) + r * width;
     std::copy(out, out + width, messages.counts_to(r, 0));
   }
   const auto move = reinterpret_cast<Transport>(transport);
-  const Status status = messages.exchange_heads(
+  const Status status = messages.exchange_headers(
       weighted, {code, culprit}, [&](auto... arguments) { return move(phase, arguments...); });
   if (status.code == 0)
-    for (int32_t r : messages.far)
+    for (int32_t r : messages.remote)
       std::copy(messages.counts_from(r, 0), messages.counts_from(r, 0) + width, in + r * width);
   return {theirs, status.code, status.detail};
 }
 
-// Entries for the kernel that packs or places arrays.
+// Collects WireParts, and launches the kernel that packs or unpacks them.
 class PartTable {
  public:
-  // `rows`: address of the entries' indices in `memory`, or 0 if they are contiguous; `limit`:
-  // upper bound of these indices, or of the slots to be placed.
+  // Adds `n` entries of `part`. `memory`, `rows`, `wire`, `limit`: see WireParts::Column; of slots
+  // that are packed, `limit` is ignored.
   void add(const Messages::Part& part, int64_t n, int64_t memory, int64_t rows, int64_t wire,
            int64_t limit, bool packs) {
     using Parts = WireParts;
@@ -94,7 +94,7 @@ class PartTable {
   int64_t num_numbers_ = 0;
 };
 
-// The entry of a part in `addresses`, int64 [arrays, W, T].
+// The element of `addresses`, int64 [arrays of a rank and table, W, T], for a part of a message.
 int64_t& at(const Tensor& addresses, int index, int32_t rank, int64_t table) {
   STD_TORCH_CHECK(index < addresses.size(0), "internal: no address for part of a message");
   return static_cast<int64_t*>(
@@ -104,9 +104,10 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
   return at(addresses, x.index, x.rank, x.table);
 }
 
-// Packs the arrays of the current phase, or of its reply. `sources`, `rows`: addresses of the
-// arrays, and of their entries' indices (uint32) or 0; see `at`. Returns the message to send,
-// memory for received messages (both uint8), and the bytes to and from each rank, int64 [W] each.
+// Packs the arrays of the current phase or, if `is_reply`, of its reply. `sources`, `rows` (see
+// `at`): addresses of the arrays, and of the indices (uint32) of their entries or 0. Returns the
+// message to send, memory for received messages (both uint8), and the bytes to and from each rank,
+// int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
   const auto tables = tables_of(handle);
@@ -128,15 +129,15 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
           as_tensor(list.recv_bytes)};
 }
 
-// Lays out the received reduced gradients as mirrors of the outboxes of other domains' ranks, with
-// only the entries for this rank.
+// Writes the headers by which kernels find the received gradients: for each remote rank, those of
+// its outbox, as if it had gradients for this rank only.
 void mirror_outboxes(const Tables& tables, const Tensor& places) {
   const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
   const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
-  std::vector<char> mirrors(messages.far.size() * static_cast<size_t>(bytes));
-  for (size_t k = 0; k < messages.far.size(); ++k) {
-    const int32_t r = messages.far[k];
+  std::vector<char> mirrors(messages.remote.size() * static_cast<size_t>(bytes));
+  for (size_t k = 0; k < messages.remote.size(); ++k) {
+    const int32_t r = messages.remote[k];
     const int64_t first = static_cast<int64_t>(k) * bytes;
     const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors) + first;
     const int64_t rows = at(places, 1, r, 0);
@@ -153,7 +154,7 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
       runs += n;
     }
     segments[T * W] = runs;
-    // Ranks of other domains have compared the settings already.
+    // The settings have been compared when headers were exchanged.
     *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs,
                                              int64_t{messages.settings}};
   }
@@ -161,25 +162,26 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
                  "cannot copy the headers of outboxes");
 }
 
-// Gives the refresh of replicas the addresses of the received masters.
+// Writes where `refresh` finds the received master copies.
 void place_masters(const Tables& tables, const Tensor& places) {
   const int64_t T = tables.context->view.num_tables, W = tables.context->view.world_size;
   const Messages& messages = messages_of(tables);
-  std::vector<FarMasters> found(static_cast<size_t>(T * W));
-  for (int32_t r : messages.far)
+  std::vector<RemoteMasters> found(static_cast<size_t>(T * W));
+  for (int32_t r : messages.remote)
     for (int64_t t = 0; t < T; ++t)
-      if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // also stored before the slots
+      if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // the slots follow their number
         found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
-  copy_to_device(tables.context->far_masters, found, stream_of(*tables.like),
+  copy_to_device(tables.context->remote_masters, found, stream_of(*tables.like),
                  "cannot copy where masters are");
 }
 
-// Places the arrays received for the last `device_exchange_pack`. `targets`: their addresses, see
-// `at`. 0: sums of squares go where kernels look for them, by the slots before them in the message,
-// all else to new memory, a rank's slots of gradients side by side. Returns the new memory (uint8)
-// and writes the addresses used to `targets`; 0 for weights that were not sent.
+// Unpacks the arrays that were received for the last `device_exchange_pack`. `targets` (see `at`):
+// the addresses where they go. Where these are 0, sums of squares go to Context::remote_squares, by
+// the slots that precede them in the message; other arrays to new memory, in which the slots of
+// gradients of all ranks and tables are contiguous. Returns the new memory (uint8), and writes the
+// addresses to `targets`; 0 for weights that were not sent.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
@@ -204,9 +206,9 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
         const int64_t cell = x.table * messages.world_size() + x.rank;
-        place = reinterpret_cast<int64_t>(tables->context->far_squares[cell] +
-                                          messages.round() *
-                                              messages.limit(x, Messages::kSenderSlots));
+        place =
+            reinterpret_cast<int64_t>(tables->context->remote_squares[cell] +
+                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;
@@ -226,7 +228,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   return memory;
 }
 
-// Same interface as the operator of tables in host memory.
+// As context_sent_bytes and context_last_phases of the host back end.
 std::vector<int64_t> device_exchange_sent_bytes(int64_t handle, bool reset) {
   const auto tables = tables_of(handle);
   return reset ? messages_of(*tables).take_sent() : messages_of(*tables).sent_bytes;
@@ -239,7 +241,7 @@ std::vector<int64_t> device_exchange_last_phases(int64_t handle) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_set_exchange, "(int handle, int[] bits, int collection) -> ()");
-  OPER_OPERATOR(device_exchange_heads,
+  OPER_OPERATOR(device_exchange_headers,
                 "(int handle, int phase, bool weighted, int code, int culprit, Tensor counts, "
                 "int transport) -> (Tensor, int, int)");
   OPER_OPERATOR(device_exchange_pack,

@@ -1,9 +1,9 @@
-// torch operators for memory that other processes map: CUDA virtual memory with POSIX descriptors, of the
-// device or, for a tier in host memory, of the host node next to it.
+// torch operators for memory that other processes can map: CUDA virtual memory with POSIX file
+// descriptors, on the device or, for tiers in host memory, on the NUMA node next to it.
 //
-// An arena is `bytes` large, of which the ascending ranges [begin, end) in `host_ranges` (flat) lie in host
-// memory, which kernels reach over the device's link; all are multiples of kPartBytes. The driver's entry
-// points are looked up at run time, so that nothing links to libcuda.
+// An arena has `bytes`, of which the ascending ranges [begin, end) in the flat list `host_ranges`
+// are in host memory, which kernels reach over the device's link. All are multiples of kPartBytes.
+// The functions of the driver are looked up at run time, so that nothing links to libcuda.
 #include <cuda.h>
 #include <unistd.h>
 
@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kPartBytes = 2 << 20;
 
+// The driver's function with this name.
 template <class Function>
 Function entry(const char* name) {
   void* found = nullptr;
@@ -38,6 +39,7 @@ Function entry(const char* name) {
                                std::to_string(static_cast<int>(result)));                   \
   } while (false)
 
+// A range of an arena with one kind of memory.
 struct Part {
   size_t begin, bytes;
   bool on_host;
@@ -61,7 +63,7 @@ std::vector<Part> cut(int64_t bytes, const std::vector<int64_t>& host_ranges) {
   return parts;
 }
 
-// The host memory nearest to a device, or node 0 where the driver does not say.
+// The NUMA node nearest to a device, or 0 if the driver does not know it.
 int host_node(int device) {
   int node = -1, maps_it = 0;
   OPER_DRIVER(cuDeviceGetAttribute, &maps_it,
@@ -83,7 +85,8 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Releases the handles of allocations at its end: their memory lives as long as it is mapped.
+// Releases the handles of allocations when it is destroyed; their memory exists as long as it is
+// mapped.
 struct Allocations {
   std::vector<CUmemGenericAllocationHandle> handles;
   ~Allocations() {
@@ -116,8 +119,8 @@ int64_t map(const Allocations& made, const std::vector<Part>& parts, int device)
   return static_cast<int64_t>(address);
 }
 
-// Allocates zeroed memory that other processes can attach. Returns its address, then one descriptor
-// per part for them; the caller closes the descriptors.
+// Allocates zeroed memory that other processes can attach. Returns its address, then the file
+// descriptor of each of its parts, which the caller closes.
 std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
                                           int64_t device) {
   const OnDevice on(device);
@@ -149,13 +152,16 @@ std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> ho
   return made;
 }
 
-// Maps memory of another process; the caller describes its parts as their creator did.
+// Maps memory that another process has created with these `bytes` and `host_ranges`; returns its
+// address.
 int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
                              std::vector<int64_t> host_ranges, int64_t device) {
   const OnDevice on(device);
   const std::vector<Part> parts = cut(bytes, host_ranges);
   if (fds.size() != parts.size())
-    throw std::runtime_error("a peer's arena has another number of parts");
+    throw std::runtime_error("internal: " + std::to_string(fds.size()) +
+                             " descriptors for an arena of " + std::to_string(parts.size()) +
+                             " parts");
   Allocations allocations;
   for (int64_t fd : fds) {
     CUmemGenericAllocationHandle handle{};

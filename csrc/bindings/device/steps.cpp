@@ -1,6 +1,6 @@
-// The operators on batches of tables in device memory: a whole step each, launched on the current
-// stream. None waits for the device, except exchanges between memory domains, and lookups without
-// pooling whose number of ids only the device knows.
+// torch operators on batches of tables in device memory. Each launches a whole step on the current
+// stream. None waits for the device, except exchanges between memory domains, and unpooled lookups
+// whose number of output rows only the device knows.
 #include "bindings/device/tables.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
 
 namespace {
 
-constexpr int64_t kMeasuredEvery = 256;  // forward passes of tables that need no plan otherwise
+// Every so many forward passes a batch plan is made only to measure how often rows repeat.
+constexpr int64_t kMeasuredEvery = 256;
 
 struct Lookup {
   const Tensor& ids;
@@ -42,6 +43,7 @@ struct Lookup {
   bool pooled;
 };
 
+// Calls the hook, if any.
 void at(Tables& tables, Point point, int64_t value = 0) {
   if (tables.hook && tables.hook(static_cast<int64_t>(point), value) != 0)
     throw Status{kPointFailed, 0};
@@ -52,8 +54,8 @@ void barrier(const Call& call) {
   call.context.barrier(call.stream);
 }
 
-// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks.
-// Several ranks make collective passes together, so errors found before one are raised after it.
+// Throws an error that earlier kernels have found. Not if exchanges send it to all ranks; and not
+// before a collective pass of several ranks, which all must enter: it is raised after that.
 void stop_at_errors(const Tables& tables, bool collective = false) {
   const int64_t code = tables.context->error().code;
   const bool waits = collective && tables.context->view.world_size > 1;
@@ -62,7 +64,7 @@ void stop_at_errors(const Tables& tables, bool collective = false) {
 
 // ---- preparation ---------------------------------------------------------------------------------
 
-// Whether rows of peers are fetched once per batch; reads host memory only.
+// Whether rows of peers are to be staged; reads host memory only.
 bool pays_to_stage(const Tables& tables) {
   if (tables.context->view.world_size == 1) return false;
   if (tables.pull >= 0) return tables.pull > 0;
@@ -88,7 +90,7 @@ Batch batch_of(const Lookup& x, const Prepared& prepared) {
   return batch;
 }
 
-// Ids before each key, [num_keys + 1]. Waits for the device.
+// Number of ids before each key, then of all, [num_keys + 1]. Waits for the device.
 std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
                                      cudaStream_t stream) {
   const int64_t num_keys = (bounds.numel() - 1) / std::max<int64_t>(1, batch_size);
@@ -100,9 +102,9 @@ std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
   return before;
 }
 
-// Prepares the memory of a lookup; its ids are resolved to addresses later. `may_wait`: whether to
-// wait until the device has counted the ids of keys that several features share; otherwise all ids
-// are assumed to be of such keys, which slows sorting.
+// Allocates the memory of a batch plan, which is computed later. `may_wait`: if several features
+// share a key, waits until the device has counted the ids of each key. Otherwise all ids are
+// assumed to belong to the key with the most features, which makes sorting slower.
 std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
                                   cudaStream_t stream, bool may_wait = false) {
   const Context& context = *tables.context;
@@ -120,8 +122,8 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   }
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
     throw Status{kTooManyIds, x.ids.numel()};
-  made->stages_near = pays_to_stage(tables);
-  made->by_pair = made->stages_near || tables.gathers;
+  made->stages_local = pays_to_stage(tables);
+  made->by_pair = made->stages_local || tables.gathers;
   made->made_on = stream;
   made->workspace =
       tables.empty(lay_out(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
@@ -141,7 +143,7 @@ Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t s
   return {tables, *tables.context, prepared, batch, work, stream};
 }
 
-// Resolves and sorts the ids, unless that is done.
+// Computes the batch plan, unless that has been done.
 void plan(Call& call) {
   if (call.prepared.is_planned) return;
   const Range range("oper plan");
@@ -150,7 +152,8 @@ void plan(Call& call) {
   call.prepared.is_swapped = call.work.plan.is_swapped;
 }
 
-// The result of `lookup_resolve`, which Python holds as bytes.
+// The result of `lookup_resolve`, which Python holds as the bytes of a tensor; null if it was not
+// called.
 std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
   using Held = std::shared_ptr<Prepared>;
   if (!addresses) return nullptr;
@@ -159,11 +162,11 @@ std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
   return *static_cast<Held*>(addresses->data_ptr());
 }
 
-// Marks a step as under way, for the operators that Python calls within it.
+// Makes a call the current step of its tables, for the operators that Python calls within it.
 class UnderWay {
  public:
   explicit UnderWay(const Call& call) : tables_(call.tables) {
-    // Exchanges and counting wait for the device.
+    // Exchanges and counters wait for the device.
     if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
       throw Status{kNotInGraphs, 0};
     tables_.received = {};
@@ -180,8 +183,8 @@ class UnderWay {
 
 // ---- forward -------------------------------------------------------------------------------------
 
-// Bytes of staging memory for the rows of peers.
-int64_t near_bytes(const Call& call) {
+// Bytes of staging memory for the rows of peers: a quarter more than the last batch needed.
+int64_t local_bytes(const Call& call) {
   const int64_t most = call.context.max_row_bytes;
   const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
   const int64_t wanted = rows > 0 ? std::min(max_pairs, rows + rows / 4 + 1024) : max_pairs;
@@ -189,34 +192,34 @@ int64_t near_bytes(const Call& call) {
                            call.tables.most_staging_bytes);
 }
 
-// Fetches the rows that are read from staging memory: those of peers, each once, and those of other
-// domains, which the hook at `point` receives. Rows without space there are read in place.
+// Copies rows to staging memory: those of peers, each once, as far as there is space, and those of
+// other domains, which the hook at `point` receives.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
-  const bool near = call.prepared.stages_near && point != Point::kWeightRows;
-  const int64_t first = near ? near_bytes(call) : 0;
+  const bool local = call.prepared.stages_local && point != Point::kWeightRows;
+  const int64_t first = local ? local_bytes(call) : 0;
   at(tables, point, first);
-  const ReceivedRows& far = tables.received;
-  if (near) ++tables.num_staged;
-  if (first + far.num_bytes == 0) return {nullptr, 0};
+  const ReceivedRows& remote = tables.received;
+  if (local) ++tables.num_staged;
+  if (first + remote.num_bytes == 0) return {nullptr, 0};
   const Range range("oper staging");
-  *memory = tables.empty(first + far.num_bytes, ScalarType::Byte);
-  const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + far.num_bytes};
+  *memory = tables.empty(first + remote.num_bytes, ScalarType::Byte);
+  const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + remote.num_bytes};
   STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
-  if (far.ranges)
-    place_far_rows(call.launch(), call.work.plan,
-                   {int64_data(*far.ranges), far.ranges->size(0), far.num_rows,
-                    static_cast<const char*>(far.rows->data_ptr())},
-                   staging);
+  if (remote.ranges)
+    place_remote_rows(call.launch(), call.work.plan,
+                      {int64_data(*remote.ranges), remote.ranges->size(0), remote.num_rows,
+                       static_cast<const char*>(remote.rows->data_ptr())},
+                      staging);
   if (first > 0)
     stage(call.launch(), call.batch, call.work.plan, {staging.data, first},
           point == Point::kPulledRows);
   return staging;
 }
 
-// Number of output rows of a batch; waits for the device if only the device knows it.
+// The number of output rows; waits for the device if only the device knows it.
 int64_t output_rows(const Call& call, const Lookup& x) {
   if (x.pooled) return x.batch_size;
   const KeyMap& keys = *call.prepared.keys;
@@ -230,11 +233,11 @@ int64_t output_rows(const Call& call, const Lookup& x) {
   return rows;
 }
 
-// Lets owners pool the rows that they hold of each bag, and adds their sums to `out`.
+// Has the owners pool the rows of pushed tiers, and adds their partial sums to `out`.
 void forward_push(const Call& call, const Output& out) {
   const Range range("oper push");
   Tables& tables = call.tables;
-  // Memory of its own, since the batch plan's memory may hold a batch that was resolved ahead.
+  // Not in the batch plan's own memory, which may already contain the plan.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
   Workspace work = lay_out(call.context, call.batch, memory.data_ptr());
   PushPlan& push = work.push;
@@ -247,7 +250,7 @@ void forward_push(const Call& call, const Output& out) {
   find_messages();
   publish_requests(call.launch(), call.batch, work.plan, push,
                    static_cast<int64_t*>(call.prepared.bounds.data_ptr()), call.work.plan.refused);
-  at(tables, Point::kRequests);  // with other domains: replaces both by mirrors
+  at(tables, Point::kRequests);  // with other domains, the hook replaces both addresses
   barrier(call);
   find_messages();
   pool_for_readers(call.launch(), push);
@@ -292,7 +295,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
-// Torch chooses the back end by the batch's device, so `handle` may be of another back end.
+// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the
+// batch, so that `handle` may belong to another one.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!tables_of_device().is_one(handle)) return kElsewhere;
@@ -307,8 +311,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
-  (void)offsets;  // not needed in addition to the addresses
-  STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
+  (void)offsets;  // the addresses contain them
+  STD_TORCH_CHECK(!bags && !samples, "internal: tables in device memory do not share bags");
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(ids), nothing(ids), kBadBatch, fault};
   const auto tables = tables_of(handle);
@@ -321,7 +325,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   }
 }
 
-// ---- lookups resolved ahead, and the gradient of weights ----------------------------------------
+// ---- batches that are resolved before, and the gradient of weights ------------------------------
 
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
@@ -353,8 +357,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   }
 }
 
-// Returns what a backward pass needs and only the ids determine, from `lookup_resolve`, from the
-// forward pass, or prepared now.
+// The batch's Prepared: that of `lookup_resolve`, or of the forward pass, or a new one.
 std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Tensor& offsets,
                                        const std::optional<Tensor>& addresses,
                                        cudaStream_t stream) {
@@ -392,7 +395,7 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
 
 // ---- backward ------------------------------------------------------------------------------------
 
-// Copies the optimizers' arguments to the device when they have changed.
+// Copies the optimizers' arguments to the device if they have changed.
 void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t stream) {
   const Context& context = *tables.context;
   const std::vector<int32_t>& order = context.order;
@@ -405,7 +408,7 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   for (size_t t = 0; t < order.size(); ++t) {
     const double* x = from + order[t] * kOptimizerWidth;
     wanted.insert(wanted.end(), x, x + kOptimizerWidth);
-    // The step's number matters only to the rounding of rows of 16 bits.
+    // Only the rounding of 16-bit rows depends on the step's number.
     if (context.message_tables[t].row_type == RowType::kFloat32) wanted.back() = 0.0;
     const double* kept = wanted.data() + t * kOptimizerWidth;
     arguments.push_back({optimizer_args(kept), rounding_key(kept)});
@@ -434,13 +437,13 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   return inbox;
 }
 
-// Merges the gradients in all outboxes, and updates rows and replicas, and directories of keys.
+// Exchanges gradients; updates rows, replicas and directories of keys.
 void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
-  // Reused by later steps only if this one succeeds: a failed step leaves chains in this memory.
+  // Later steps reuse the inbox only if this one succeeds, since a failed step leaves chains in it.
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
@@ -470,15 +473,16 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
                                              std::optional<Tensor> order, int64_t updates,
                                              std::optional<Tensor> bags,
                                              std::optional<Tensor> samples) {
-  (void)order;  // is with the addresses
-  STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
-  STD_TORCH_CHECK(updates % 2 == 1, "internal: no parts of batches in device memory");
-  STD_TORCH_CHECK(grads.size() == 1, "internal: one gradient in device memory");
+  (void)order;  // the addresses contain it
+  STD_TORCH_CHECK(!bags && !samples, "internal: tables in device memory do not share bags");
+  STD_TORCH_CHECK(updates % 2 == 1,
+                  "internal: tables in device memory do not keep gradients for a later update");
+  STD_TORCH_CHECK(grads.size() == 1, "internal: expected one gradient");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
     const cudaStream_t stream = stream_of(*tables->like);
-    // Used by this pass only, even if it ends early.
+    // It is only for this pass, even if that ends with an error.
     const std::optional<KeyUpdate> keys = std::exchange(tables->key_update, std::nullopt);
     stop_at_errors(*tables, true);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
@@ -512,8 +516,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
 }  // namespace
 }  // namespace oper::device
 
-// In tests without a GPU, tensors are in host memory, so the same operators are registered under
-// another name.
+// In tests without a GPU, tensors are in host memory: the dispatcher could not tell the back ends
+// apart, so that the operators have other names.
 #if defined(OPER_EMULATED)
 STABLE_TORCH_LIBRARY(oper_emulated, m) {
   m.def(oper::kLookupForward);
@@ -523,7 +527,7 @@ STABLE_TORCH_LIBRARY(oper_emulated, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
 #else
-// `ShardedTables` computes gradients itself: these skip torch's search for a derivative.
+// See the end of csrc/bindings/lookup.cpp.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCUDA, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::device::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::device::lookup_backward));

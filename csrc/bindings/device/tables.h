@@ -1,4 +1,4 @@
-// State of the operators of tables in device memory between calls.
+// The state of tables in device memory between calls of operators.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,62 +23,74 @@ namespace oper::device {
 // Codes of the Status that a failed step throws, in addition to those of ErrorWord; see
 // `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
-  kPointFailed = 21,   // Python code at a point failed and has stored its exception
-  kNotInGraphs = 22,   // the step waits for the device, which is impossible in a CUDA graph
-  kNewArguments = 23,  // an update whose optimizers have changed, in a graph
+  kPointFailed = 21,   // the hook has failed; Python keeps the exception
+  kNotInGraphs = 22,   // the step would wait for the device, but is captured in a CUDA graph
+  kNewArguments = 23,  // the optimizers' arguments have changed, but the step is captured, too
   kTooManyIds = 24,
   kIdsWithoutBags = 25
 };
 
-// Where a step calls Python: as oper/shmem/device/steps.py numbers them. `value` is the number of
-// bytes that are staged before other domains' rows, or the round of squares.
+// The points of a step at which it calls the hook, a Python function; oper/shmem/device/steps.py
+// has the same numbers.
 enum class Point : int64_t {
-  kBarrier,  // order this rank's later kernels after all ranks' earlier ones
-  kRows, kPulledRows, kWeightRows,  // before rows are read; kPulledRows: owners pool pushed ones
-  kRequests, kPartials,             // push: after requests, and sums, are there
-  kGradients, kCollected, kSquares, kUpdated
+  kBarrier,     // instead of a barrier, see Tables::barrier_in_hook
+  kRows,        // before a forward pass reads rows
+  kPulledRows,  // the same if owners pool those of pushed tiers
+  kWeightRows,  // before rows are read for the gradient of weights
+  kRequests,    // push: this rank's request has been written
+  kPartials,    // push: the partial sums for all readers have been written
+  kGradients,   // this rank's outbox has been written
+  kCollected,   // the gradients of all ranks have been listed; on a single rank, before the update
+  kSquares,     // sums of squares have been written
+  kUpdated      // rows have been updated on all ranks
 };
-using Hook = int64_t (*)(int64_t point, int64_t value);  // not 0 after an error, which is kept
+// `value`: at kRows, kPulledRows and kWeightRows the bytes of staging memory before the rows of
+// other domains; at kSquares the round. Returns 0, or another number after an error, which Python
+// keeps.
+using Hook = int64_t (*)(int64_t point, int64_t value);
 
-// Which key carries each feature, as kernels take it.
+// From which key of a batch each feature takes its ids.
 struct KeyMap {
   std::vector<int64_t> keys;  // [F of the collection]
-  Tensor on_device;           // int32: `keys`, then where each key's features begin, then these
-  int64_t num_used;           // keys that may have features: the first ones
-  std::vector<int64_t> num_users;  // of each key: features, with those of column pieces
+  Tensor on_device;           // int32: `keys`, then Batch::users_begin, then Batch::users
+  int64_t num_used;           // the largest key + 1
+  // [num_used] number of features of each key, column pieces included.
+  std::vector<int64_t> num_users;
   int64_t most;               // the largest of these
-  bool is_whole;              // every key has one feature
+  bool is_whole;              // every key has exactly one feature
 };
 
-// A batch's id-only work: its memory and its progress. If it is done ahead, Python holds it as a
-// tensor of these bytes.
+// What has been computed from a batch's ids: its batch plan and the memory of that. If
+// `lookup_resolve` has computed it, Python holds the shared_ptr as the bytes of a tensor.
 struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
-  Tensor workspace;  // of the batch plan
+  Tensor workspace;  // memory of the batch plan
   const KeyMap* keys;
-  const void *ids, *weights;  // of the batch
-  int64_t max_pairs;  // bound on the ids of all features together
-  bool stages_near;   // rows of peers are to be staged
-  bool by_pair;       // rows are staged at all
-  bool is_planned = false, is_swapped = false;  // see SortedPairs
+  const void *ids, *weights;  // addresses of the batch's tensors, by which it is recognised
+  int64_t max_pairs;          // see Batch
+  bool stages_local;          // whether rows of peers (ranks of this memory domain) are staged
+  bool by_pair;               // whether any rows are staged
+  bool is_planned = false;    // whether the plan has been launched
+  bool is_swapped = false;    // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;
-  cudaEvent_t ready = nullptr;  // if done ahead: other streams wait for it
+  cudaEvent_t ready = nullptr;  // of `lookup_resolve`: other streams wait for it
 
   Prepared() = default;
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
   ~Prepared();
-  // Memory of work made ahead may be reused on its own stream only after all uses on other streams.
+  // Called before it is used on `stream`: makes that wait until it is ready. When it is destroyed,
+  // `made_on` waits for `stream` before it reuses the memory.
   void use_on(cudaStream_t stream);
 };
 
-// Rows that other domains have sent for the step under way.
+// Rows that other domains have sent for the current step, see RemoteRows.
 struct ReceivedRows {
   std::optional<Tensor> ranges, rows;
   int64_t num_rows = 0, num_bytes = 0;
 };
 
-// The update of the directories of dynamic tables that the next backward pass makes.
+// The update of the directories of dynamic tables during the next backward pass.
 struct KeyUpdate {
   std::shared_ptr<KeyTables> keys;
   std::vector<ListedIds> lookups;
@@ -94,24 +106,27 @@ struct Tables {
   std::optional<Tensor> like;      // on the tables' device
   std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
-  bool barrier_in_hook = false;  // ranks are threads of one process; the hook orders them
-  bool exchanges = false;     // other domains take part in steps
-  bool tells = false;         // and errors are reported to them in exchanges
-  bool gathers = false;       // rows of other domains are read
-  bool shares = false;        // neighbours read this rank's replicas
-  bool counts = false;
-  int64_t num_squares = 0;    // rounds of sums of squares in a step
-  std::optional<Tensor> requests, partials;  // int64 [W], addresses
-  int64_t partial_bytes = 0;
-  // Whether rows of peers are fetched once per batch: 1 = yes, 0 = no, -1 = if that pays off.
-  int64_t pull = -1, most_staging_bytes = int64_t{1} << 30, num_staged = 0;
-  int64_t num_forward = 0;
-  std::vector<double> staged;       // the optimizers' arguments on the device
-  bool all_row_wise_adagrad = false;  // whether all tables have this one
-  std::optional<Tensor> inbox;      // its memory
-  std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
+  // Ranks are threads of one process, which wait for each other in the hook.
+  bool barrier_in_hook = false;
+  bool exchanges = false;                    // steps exchange data with other memory domains
+  bool tells = false;                        // exchanges send errors of kernels to all ranks
+  bool gathers = false;                      // lookups read rows of other domains
+  bool shares = false;                       // other ranks of this domain read this rank's replicas
+  bool counts = false;                       // Python counts transfers in the hook
+  int64_t num_squares = 0;                   // exchanges of sums of squares in a step
+  std::optional<Tensor> requests, partials;  // int64 [W], addresses, see PushPlan
+  int64_t partial_bytes = 0;                 // of each
+  // Whether rows of peers are staged: 1 = yes, 0 = no, -1 = if rows repeat.
+  int64_t pull = -1;
+  int64_t most_staging_bytes = int64_t{1} << 30;
+  int64_t num_staged = 0;             // passes that have staged rows of peers
+  int64_t num_forward = 0;            // forward passes
+  std::vector<double> staged;         // the optimizers' arguments that are on the device
+  bool all_row_wise_adagrad = false;  // see Launch
+  std::optional<Tensor> inbox;        // memory of the Inbox
+  std::shared_ptr<Prepared> kept;     // of the last collective forward pass, for its backward pass
   std::optional<KeyUpdate> key_update;
-  // State of the step under way.
+  // State of the current step.
   ReceivedRows received;
   const Call* current = nullptr;
 #if defined(OPER_EMULATED)
@@ -119,11 +134,13 @@ struct Tables {
   uint64_t neighbours = 0;  // bit r: it can address the arena of device r
 #endif
 
+  // A KeyMap, which is kept. `key_of`: int64 [F of the collection].
   const KeyMap& key_map(const Tensor& key_of);
+  // An uninitialised tensor [count] on the tables' device.
   Tensor empty(int64_t count, ScalarType type) const;
 
  private:
-  std::mutex keys_lock_;  // batches may be resolved while another is trained
+  std::mutex keys_lock_;  // a batch may be resolved on another thread while one is trained
   std::deque<KeyMap> keys_;
 };
 
@@ -147,32 +164,36 @@ struct Call {
   }
 };
 
-// Leaves the keys of a batch, whose plan exists, for the owners of their buckets.
+// Lists the keys of a batch, whose plan exists, for the owners of their buckets.
 void leave_keys(const Call& call, const KeyUpdate& update);
-// Updates this rank's buckets; all ranks must have left their keys.
+// Updates this rank's buckets by the keys that all ranks have listed.
 void update_keys(const Call& call, const KeyUpdate& update);
 
-// Their handles differ from those of the host back end.
+// Handles begin with 2^32, so that they differ from those of the host back end.
 inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {
   return tables_of_device().share(handle);
 }
 
+// The current stream of a tensor's device.
 cudaStream_t stream_of(const Tensor& tensor);
-// Copies from pageable memory, which the driver has read when the call returns.
+// Copies to device memory. `from` may change after the call, since it is pageable memory.
 template <class T>
 void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, const char* what) {
   check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
         what);
 }
+// Whether a CUDA graph is being captured.
 bool is_captured(cudaStream_t stream);
 
-constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
-// Offsets of bags from their lengths.
+// Fewer than 2^31, as kernels compute indices up to two groups of lanes beyond the last id in 32
+// bits.
+constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;
+// Bounds of bags from their lengths. Throws a Status if there are ids but no lengths.
 Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
                       cudaStream_t stream);
 
-// Directs launches to a device during its lifetime.
+// Makes a device the current one, until it is destroyed.
 class OnDevice {
  public:
   explicit OnDevice(int64_t index);

@@ -1,4 +1,5 @@
-// The device barrier. Counts only grow, so nothing is reset; a deadline prevents a hang.
+// The barrier of a memory domain, see `arrive_and_wait`. Counts of arrivals only grow, so that
+// nothing is reset; a deadline ends the wait for a lost rank.
 #include "device/batch.cuh"
 
 namespace oper::device {
@@ -21,14 +22,14 @@ OPER_DEVICE uint64_t nanoseconds() {
 OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 #endif
 
-// One block; thread r waits for rank r, unless that rank's memory cannot be addressed. The kernel
-// itself increments the count in device memory, so that a captured step can be replayed. After the
-// deadline has passed once, a rank does not wait again: the step ends, and the host raises the error.
+// One block, whose thread r waits for rank r, unless that is a remote rank. The kernel itself
+// increments the count of arrivals in device memory, so that a CUDA graph can be replayed. Once a
+// peer was late, a rank no longer waits: the step ends, and the host raises the error.
 __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
                               int32_t world_size, int64_t deadline_ns, ErrorSink error) {
   __shared__ uint32_t turn;
   if (threadIdx.x == 0) turn = ++*epoch;
-  // All writes of earlier kernels of this stream are visible to the peers before they see the count.
+  // Makes what earlier kernels of this stream have written visible to peers before the count.
   __threadfence_system();
   __syncthreads();
   const int32_t peer = static_cast<int32_t>(threadIdx.x);

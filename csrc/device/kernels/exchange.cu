@@ -1,5 +1,5 @@
-// Exchange between memory domains: packs arrays into messages and places received ones, see
-// common/exchange.h, and puts rows fetched for a batch where its forward pass reads them.
+// Exchange between memory domains: packs arrays into messages and unpacks received ones (see
+// common/exchange.h), and copies received rows to the staging memory.
 #include "common/exchange.h"
 #include "device/batch.cuh"
 #include "device/group.cuh"
@@ -7,30 +7,31 @@
 namespace oper::device {
 namespace {
 
-// The row of a table of ranges to which item k belongs; the first column is the number of items
-// before the row's.
+// The row of a table [count, kWidth] of ranges to which item k belongs. Column 0 is the number of
+// items in the ranges before.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
 }
 
-__global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan plan, FarRows far,
-                                                         Staging staging) {
+__global__ void __launch_bounds__(256)
+    place_rows_kernel(View view, BatchPlan plan, RemoteRows remote, Staging staging) {
   const Group<32> group;
-  for (int64_t k = group.index(); k < far.num_rows; k += group.count()) {
-    const int64_t* x = row_of<FarRows::kWidth>(far.ranges, far.num_ranges, k);
-    const int64_t i = k - x[FarRows::kBegin];
-    const Table& table = view.tables[x[FarRows::kTableIndex]];
+  for (int64_t k = group.index(); k < remote.num_rows; k += group.count()) {
+    const int64_t* x = row_of<RemoteRows::kWidth>(remote.ranges, remote.num_ranges, k);
+    const int64_t i = k - x[RemoteRows::kBegin];
+    const Table& table = view.tables[x[RemoteRows::kTableIndex]];
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);
-    const int64_t unit = x[FarRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
-    copy_row(group, staging.data + unit * kStagingUnit, far.rows + x[FarRows::kBytes] + i * row_bytes,
-             row_bytes);
-    const int64_t run = x[FarRows::kRun] + i, last = plan.run_begin[run + 1];
+    const int64_t unit = x[RemoteRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
+    copy_row(group, staging.data + unit * kStagingUnit,
+             remote.rows + x[RemoteRows::kBytes] + i * row_bytes, row_bytes);
+    const int64_t run = x[RemoteRows::kRun] + i, last = plan.run_begin[run + 1];
     for (int64_t p = plan.run_begin[run] + group.lane; p < last; p += 32)
       plan.places[plan.payloads[p]] = static_cast<uint32_t>(unit);
   }
 }
 
+// Copies number `at` in memory to number `i` of the message, or back.
 template <class T>
 OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, bool packs) {
   T* there = reinterpret_cast<T*>(memory) + at;
@@ -42,7 +43,7 @@ OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, b
   }
 }
 
-// Word `k` of a message of `n` slots of `bits` bits each.
+// Word k of `n` slots that are packed into `bits` bits each, and slot i of such words.
 OPER_DEVICE uint32_t packed_word(const uint32_t* slots, int64_t n, int64_t bits, int64_t k) {
   uint32_t word = 0;
   for (int64_t i = 32 * k / bits; i < n && i * bits < 32 * (k + 1); ++i) {
@@ -59,8 +60,8 @@ OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i)
   return static_cast<uint32_t>(found >> shift & ((uint64_t{1} << bits) - 1));
 }
 
-// One thread per number, or per word of packed slots. Slots from a peer are checked before anything
-// is read or written at them.
+// One thread per number or, when slots are packed, per word. Slots from a peer are checked before
+// they are used as indices.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -114,11 +115,11 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
 
 }  // namespace
 
-void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
-                    const Staging& staging) {
-  if (far.num_rows == 0) return;
-  OPER_LAUNCH(place_rows_kernel, blocks_for(far.num_rows, 8), 256, on.stream, on.view, plan, far,
-              staging);
+void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
+                       const Staging& staging) {
+  if (remote.num_rows == 0) return;
+  OPER_LAUNCH(place_rows_kernel, blocks_for(remote.num_rows, 8), 256, on.stream, on.view, plan,
+              remote, staging);
 }
 
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream) {

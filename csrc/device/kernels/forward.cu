@@ -1,4 +1,5 @@
-// Forward: from ids to pooled rows, through the addresses of all ranks' memory.
+// Forward: pools rows, which are read from the memory of all ranks of the memory domain, or from
+// copies in the staging memory.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 #include "device/ring.cuh"
@@ -12,18 +13,20 @@ struct PoolArgs {
   const int32_t* features;  // [num_features], those of this launch
   int32_t num_features;
   int32_t row_class, dim;        // as in RowClass
-  int32_t bags_per_group;        // pooled
-  bool by_bag;                   // pooled: bags of all features, then the next bags
+  int32_t bags_per_group;        // pooled: bags that a group takes at a time
+  // Pooled: warps take the same bags of all features, then the next bags.
+  bool by_bag;
   const int32_t* tile_begin;     // unpooled: [F + 1]
   const int64_t* output_begin;   // unpooled: [F]
   const int64_t* feature_begin;  // with staged rows: [F + 1]
   const uint32_t* places;        // in `staging`, of each pair's row; or null
   const char* staging;
   Output out;
-  bool wide_out;  // of columns that are multiples of four
-  bool skip_pushed;
+  bool wide_out;     // outputs at multiples of four columns are aligned to 16 bytes
+  bool skip_pushed;  // see `pool`
 };
 
+// Pools bags of one feature with a group.
 template <class Shape>
 struct Pool {
   using T = typename Shape::T;
@@ -53,8 +56,9 @@ struct Pool {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
-  // Pools the bags [bag, last), which hold the ids [i, stop), and calls `finish(bag, sum, length)`
-  // for each. All lanes of the warp call `end_of(bag)` together, those of the group `finish`.
+  // Pools the bags [bag, last), which have the ids [i, stop), and calls finish(bag, sum, length)
+  // for each. end_of(bag) is the end of a bag's ids. All lanes of the warp call `end_of` together,
+  // all lanes of the group `finish`.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
@@ -78,7 +82,8 @@ struct Pool {
         end = bag < last ? next : kNever;
       }
     };
-    // Address of this lane's row among those fetched next, up to `kSlots` ahead of the additions.
+    // Address of this lane's one of the rows that are fetched next, kSlots rows before they are
+    // added.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
     unsigned coming = group.ballot(address != 0);
 #pragma unroll
@@ -113,7 +118,7 @@ struct Pool {
     close_bags(stop);
   }
 
-  // Begins to fetch a row into the current slot if `is_there`, and goes on to the next.
+  // Begins to fetch a row into the current slot if `is_there`; then advances to the next slot.
   OPER_DEVICE void start(int64_t from, bool is_there) const {
     if (is_there) ring.start(reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
     ring.advance();
@@ -138,20 +143,21 @@ struct Pool {
     if (a.skip_pushed && table.pushes[tier]) return 0;
     const int64_t address = locate_in_tier(table.read.tiers[tier], position);
     if (address >= 0) return address;
-    report(a.view.error, 8, a.view.rank, i);  // in another memory domain, and was not fetched
+    report(a.view.error, 8, a.view.rank, i);  // the row is in another memory domain, and not staged
     return 0;
   }
 };
 
-// Blocks that a multiprocessor must hold, more if rows take few registers: they hide the latency of
-// ids and of the directory, which lead to the rows.
+// Blocks that a multiprocessor must hold (__launch_bounds__): more if rows take few registers, to
+// hide the latency of reading ids and maps, which precedes that of the rows.
 template <class Shape>
 constexpr int kPoolBlocks = Shape::V * Shape::E <= 4 && Shape::G == 32 ? 4
                             : Shape::V * Shape::E <= 8                 ? 3
                             : Shape::V * Shape::E <= 16                ? 2
                                                                        : 1;
 
-// Number of warps' work items: runs of bags, `groups` at a time.
+// Number of items that warps take: bags_per_group bags of one feature for each of the warp's
+// groups.
 OPER_HD int64_t num_warps(const PoolArgs& a, int32_t groups) {
   const int64_t bags = static_cast<int64_t>(a.bags_per_group) * groups;
   return (a.batch.batch_size + bags - 1) / bags * a.num_features;
@@ -203,8 +209,9 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
-  const Group<Shape::G> group;  // may work on other features than the warp's other groups
-  if (a.batch.bounds[0] == kRefusedBound) {  // no tile writes a row of the output
+  // Not in lockstep, as the groups of a warp may have different features.
+  const Group<Shape::G> group;
+  if (a.batch.bounds[0] == kRefusedBound) {  // there are no tiles that would write the output
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
          k < a.out.rows * a.out.stride; k += step)
@@ -235,7 +242,8 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolAr
   }
 }
 
-// One group of 16 lanes per id; sums over features and column pieces in their order.
+// Each group of 16 lanes computes the gradient of one id's weight, the sum over the features that
+// use the id (column pieces included), in their order.
 __global__ void __launch_bounds__(256)
     weight_gradient_kernel(View view, Batch batch, BatchPlan plan, Gradient grad, float* out,
                            Staging staging) {
@@ -320,10 +328,10 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
                   out,
                   is_wide(out.data, out.stride),
                   skip_pushed};
-    // With few bags, each has a group of its own, so that all are in flight at once. With many, a
-    // group handles bags of about kIdsPerGroup ids in total, enough to fetch rows together, but
-    // fewer if the groups would then fill the device less than kTurns times: with many turns, the
-    // last groups end soon after the others.
+    // If there are few bags, each has a group of its own, so that all are in flight at once. If
+    // there are many, a group takes bags of about kIdsPerGroup ids in total, enough to fetch many
+    // rows together; but fewer if the groups would then fill the device less than kTurns times,
+    // since with few turns most of the device would wait for the last groups.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);

@@ -1,4 +1,5 @@
-// Directories of dynamic tables: the rows of keys, and lists of a batch's keys for their owners.
+// Directories of dynamic tables: finds the rows of keys, and lists a batch's keys for the owners of
+// their buckets.
 #include "device/batch.cuh"
 #include "device/keys.h"
 
@@ -11,9 +12,10 @@ OPER_DEVICE int64_t owner_of(const KeyView& keys, const KeyTable& table, int64_t
 
 // ---- lookups -------------------------------------------------------------------------------------
 
-constexpr int kSearchLanes = 8;  // that search for a key: a line has a hash for each
+constexpr int kSearchLanes = 8;  // lanes that search for a key; a line has a hash for each
 
-// The slot of each group's key in its bucket, or -1. All groups of the warp call it together.
+// The slot in its bucket of the key that each group of kSearchLanes looks for, or -1. All groups of
+// the warp call it together; `is_there`: whether the group has a key.
 OPER_DEVICE int64_t search(const Group<32>& warp, bool is_there, const KeyBucket& bucket,
                            uint64_t hash) {
   const int sub = warp.lane % kSearchLanes, first = warp.lane / kSearchLanes * kSearchLanes;
@@ -23,7 +25,7 @@ OPER_DEVICE int64_t search(const Group<32>& warp, bool is_there, const KeyBucket
       of_group(is_there && bucket.hashes[line * kLineSlots + sub] == hash);
   const bool is_left = is_there && home == 0;
   if (warp.ballot(is_left) == 0) return home != 0 ? slot_of(line, lowest_bit(home)) : -1;
-  int found = -1;  // of the slots of eight tags
+  int found = -1;  // slot, among the eight whose tags this lane compares
   if (is_left) {
     const uint64_t tags = reinterpret_cast<const uint64_t*>(bucket.tags)[sub];
     for (int j = 0; j < 8; ++j) {
@@ -46,7 +48,8 @@ OPER_DEVICE int32_t table_at(const KeyLookup& x, int64_t i) {
                               [&](int64_t k) { return x.bounds[k * x.batch_size] <= i; })];
 }
 
-// A warp takes 32 ids at a time; each of its groups searches for the keys of its lanes.
+// A warp takes 32 ids at a time; each of its groups searches for the keys of its lanes, one after
+// the other.
 __global__ void __launch_bounds__(256)
     find_kernel(KeyView keys, KeyLookup x, int64_t* rows, ListedIds listed) {
   const Group<32> warp;
@@ -108,7 +111,8 @@ __global__ void __launch_bounds__(256) add_kernel(ListedIds x, int64_t first, Se
   }
 }
 
-// Replaces hashes, of which the runs are known, by the table and the number of the run.
+// Replaces hashes, which have been sorted into runs, by (table, number of the run), to sort them by
+// table.
 __global__ void __launch_bounds__(256) number_kernel(SeenKeys seen) {
   const int64_t num_runs = *seen.pairs.num_runs;
   for (int64_t p = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; p < seen.num_ids;
@@ -120,7 +124,8 @@ __global__ void __launch_bounds__(256) number_kernel(SeenKeys seen) {
   }
 }
 
-// First key of every table and owner, and the end of the last one's. One warp for each.
+// One warp for each number: the first key of every table and owner, and their end. Refuses the
+// batch if the keys do not fit.
 __global__ void __launch_bounds__(256)
     key_segments_kernel(View view, KeyView keys, SeenKeys seen, uint32_t* refused) {
   const Group<32> warp;
@@ -142,6 +147,7 @@ __global__ void __launch_bounds__(256)
   *refused = 1;
 }
 
+// Writes the keys of this rank's batch to its arena.
 __global__ void __launch_bounds__(256)
     leave_kernel(KeyView keys, SeenKeys seen, bool found_varies) {
   const KeyLists& own = keys.lists[keys.rank];

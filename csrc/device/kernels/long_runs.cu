@@ -1,10 +1,10 @@
-// Backward on one rank: runs of more than kLongRun pairs, which reduce.cu lists.
+// Sums of the runs of more than kLongRun pairs, which the kernels of reduce.cu have listed.
 #include "device/reduce.cuh"
 
 namespace oper::device {
 namespace {
 
-// The table's row of a run and what its update needs, if it is updated here.
+// Loads the table's row of a run and what its update needs, unless sums go to the outbox.
 template <class Shape, To kTo>
 OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& table, int32_t t,
                               int lane, Row<Shape>& row) {
@@ -16,11 +16,12 @@ OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& tab
   return facts_of<T>(table, a.optimizers[t].optimizer.kind, slot);
 }
 
-// Blocks that a multiprocessor must hold: fewer if gradients in flight take many registers.
+// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if gradients in flight take
+// many registers.
 template <class Shape>
 constexpr int kChunkBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
 
-// Sums chunks; finishes runs that are one chunk.
+// Sums chunks, and finishes runs of a single chunk.
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const 
     // False if the chunk is of another class of rows.
     const bool is_there = k < count && chunk.run >= first_run && chunk.run < last_run;
     int64_t begin = 0, end = 0;
-    bool is_cut = false;
+    bool is_cut = false;  // the run has several chunks
     if (is_there) {
       const int64_t first = a.plan.run_begin[chunk.run], last = a.plan.run_begin[chunk.run + 1];
       begin = first + chunk.number * static_cast<int64_t>(kChunk);
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const 
 template <class Shape>
 constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Shape::V;
 
-// Adds the sums of the chunks of runs that were cut, and finishes these.
+// Adds the sums of the chunks of runs that have several, and finishes these runs.
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_cut_runs(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;

@@ -1,7 +1,8 @@
-// At the owner: merge what all ranks left, in rank order, and apply the optimizer once per row.
+// At the owner: sums the gradients that all ranks have for its rows, in rank order, and applies the
+// optimizer once per row.
 //
-// The entries of all ranks' lists are chained by row. The group at the head of a chain sums
-// the gradients of all its entries, in the order of ranks, and updates the row.
+// The entries of all ranks' outboxes are linked into one list (chain) per row, see Inbox. The group
+// with the first entry of a chain sums the gradients of all its entries, and updates the row.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 
@@ -16,7 +17,8 @@ struct MergeArgs {
   int32_t table_begin, table_end;
 };
 
-// One block per source rank: prefix sums, over tables, of the rows that it left for this rank.
+// One block per source rank writes list_begin: prefix sums over the tables of the rows for which
+// the rank has gradients.
 __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
   int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(256) chain_kernel(View view, Inbox inbox) {
   }
 }
 
-// The reduced gradient of an entry, in its rank's outbox.
+// The gradient of an entry, in its rank's outbox.
 OPER_DEVICE const float* entry_row(const MergeArgs& a, int64_t t, uint32_t entry) {
   const int64_t W = a.view.world_size, T = a.view.num_tables;
   const int64_t source = entry / a.inbox.capacity, i = entry % a.inbox.capacity;
@@ -70,7 +72,7 @@ OPER_DEVICE const float* entry_row(const MergeArgs& a, int64_t t, uint32_t entry
          outbox_offsets(box, a.view)[t] + in_table * a.view.tables[t].dim;
 }
 
-// The lowest entry of a chain that is at least `least`. Entries ascend with ranks.
+// The lowest entry of a chain that is at least `least`. Entries of higher ranks are higher.
 OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t least) {
   uint32_t found = kNoEntry;
   for (uint32_t e = head; e != kNoEntry; e = inbox.next[e])
@@ -78,8 +80,9 @@ OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t l
   return found;
 }
 
-// Calls body(table index, slot, gradient) for every row of the class that any rank has a gradient
-// for; the gradient is summed in rank order and scaled. `is_last`: the chains are not needed again.
+// Calls body(table, slot, gradient) for every row of the class for which any rank has a gradient,
+// with the sum of the gradients in rank order, times gradient_scale. `is_last`: chains are not
+// needed again, and are cleared.
 template <class Shape, class Body>
 OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, bool is_last,
                                  Body body) {
@@ -90,7 +93,8 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
     for (int64_t i = begin[a.table_begin] + group.index(); i < last; i += group.count()) {
       const uint32_t head = static_cast<uint32_t>(source * a.inbox.capacity + i);
       const uint32_t row = a.inbox.rows[head];
-      // Read by one lane, since another group may clear this head meanwhile.
+      // Read by one lane only, since lanes could read different values while another group clears
+      // it.
       const uint32_t leads = group.lane == 0 ? a.inbox.heads[row] == head : 0;
       if (!group.shuffle(leads, 0)) continue;
       const int32_t t = static_cast<int32_t>(last_at_most(begin, T, i));
@@ -109,7 +113,8 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
   }
 }
 
-// Sum over all pieces of a row, in column order: the same number at every piece's owner.
+// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
+// piece gets the same number.
 OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
                                  int32_t round) {
   const int64_t position = position_at(table, slot);
@@ -188,15 +193,15 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
     const Refresh& part = view.refreshes[k];
     if (part.replicas == nullptr) continue;
     const Table& table = view.tables[part.table];
-    const FarMasters& far = table.far_masters[part.owner];
-    const bool is_near = part.masters != nullptr;
-    const uint32_t* slots = is_near ? table.touched[part.owner] + 1 : far.slots;
-    const int64_t count = is_near ? slots[-1] : far.count;
+    const RemoteMasters& remote = table.remote_masters[part.owner];
+    const bool is_local = part.masters != nullptr;
+    const uint32_t* slots = is_local ? table.touched[part.owner] + 1 : remote.slots;
+    const int64_t count = is_local ? slots[-1] : remote.count;
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);
     for (int64_t e = group.index(); e < count; e += group.count()) {
       const int64_t slot = slots[e];
       if (slot < part.slot_begin || slot >= part.slot_end) continue;
-      const char* from = is_near ? part.masters + slot * row_bytes : far.rows + e * row_bytes;
+      const char* from = is_local ? part.masters + slot * row_bytes : remote.rows + e * row_bytes;
       char* to = part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes;
       copy_row(group, to, from, row_bytes);
     }

@@ -1,17 +1,19 @@
-// Push mode, forward: owners pool what they hold of each bag.
+// Exchange mode push, forward: owners pool their rows of each bag.
 //
-// The reader sorts its pushed ids by (table, owner), in input order, and publishes their slots and
-// the runs of ids of one bag. An owner pools every run into one partial sum, at a place that the
-// request determines. The reader adds the partial sums owner by owner, in rank order. Backward
-// needs none of this: the reader reduces its gradients by row, which gives the same sums.
+// A reader sorts its ids in pushed tiers by (table, owner), in input order otherwise, and writes a
+// request with their slots, divided into runs: the ids of one bag that one owner has. An owner
+// pools every run into a partial sum, at a place that the request determines. The reader adds the
+// partial sums owner by owner, in rank order. The backward pass needs none of this: the reader sums
+// its gradients by row itself.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 
 namespace oper::device {
 namespace {
 
-// A request: header, segments (uint32 [T * W + 1], in runs), offsets (int64 [T * W], floats from the
-// start of this reader's part of the owner's partial sums).
+// A request: its header; segments (uint32 [T * W + 1]), the first run of each table and owner;
+// offsets (int64 [T * W]) of their partial sums, floats from the start of this reader's part of the
+// owner's sums.
 OPER_DEVICE const uint32_t* request_segments(const char* request) {
   return reinterpret_cast<const uint32_t*>(request + sizeof(RequestHeader));
 }
@@ -23,8 +25,8 @@ OPER_DEVICE int64_t request_header_bytes(const View& view) {
          8 * static_cast<int64_t>(view.num_tables) * view.world_size;
 }
 
-// Keys have (table * W + owner), by which they are sorted, then feature and bag, so that the ids of
-// one bag that one owner holds are a run of equal keys.
+// A key is table * W + owner, by which keys are sorted, in the upper 32 bits, and feature and bag
+// in the lower ones, so that the ids of one bag that one owner has are a run of equal keys.
 __global__ void __launch_bounds__(256)
     request_keys_kernel(View view, Batch batch, BatchPlan plan, PushPlan push) {
   const int64_t W = view.world_size;
@@ -60,8 +62,7 @@ __global__ void __launch_bounds__(256)
   });
 }
 
-// One block: bounds of the segments, and the offsets of the request's parts. `refused`: as for
-// publish_requests.
+// One block writes the request's header, segments and offsets. `refused`: see publish_requests.
 __global__ void __launch_bounds__(256)
     open_request_kernel(View view, Batch batch, BatchPlan plan, PushPlan push, uint32_t* refused) {
   const int64_t W = view.world_size, T = view.num_tables;
@@ -197,7 +198,7 @@ OPER_DEVICE void pool_request(const PushArgs& a, int32_t reader) {
   }
 }
 
-// Pools for readers; every owner begins with another one.
+// Pools for all readers. Every owner begins with another reader.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(const PushArgs a) {
   const int32_t W = a.view.world_size;
@@ -213,7 +214,8 @@ struct AddArgs {
   bool wide_out;
 };
 
-// One owner's partial sums. A bag occurs once among them, so no other warp writes its output.
+// Adds one owner's partial sums to the output. It has one per bag at most, so that no two groups
+// write the same output.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>)
     add_partials_kernel(const AddArgs a, int32_t owner) {
@@ -246,7 +248,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>)
   }
 }
 
-// Means of tables with pushed tiers, which `pool` has left as sums.
+// Divides the outputs of tables with mean pooling and pushed tiers, of which `pool` writes only
+// sums.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddArgs a) {
   const Group<Shape::G> group;
@@ -288,7 +291,8 @@ void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& pla
   lay_out_features(on, batch, plan);
   const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
   OPER_LAUNCH(request_keys_kernel, blocks_for(tiles, 8), 256, on.stream, view, batch, plan, push);
-  // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
+  // Within a segment feature and bag already ascend; as the sort is stable, it need not look at
+  // these bits.
   const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
   sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), on.stream);
   OPER_LAUNCH(open_request_kernel, 1, 256, on.stream, view, batch, plan, push, refused);

@@ -1,15 +1,16 @@
-// Backward on one rank: from bag gradients to one gradient per row.
+// Backward: sums this rank's gradients by row.
 //
-// A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are cut
-// into chunks of that many, each summed in order, then the chunks' sums in order: the same tree
-// for every grid, and whatever else is in the batch. Runs of more than kLongRun pairs are left to the
-// kernels in long_runs.cu, since here a group does other work between the additions of a run.
+// A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are
+// divided into chunks of that many, which are each summed in order, and then their sums in order:
+// the order depends neither on the grid nor on other rows. Runs of more than kLongRun pairs are
+// left to the kernels of long_runs.cu, since here a group does other work between the additions of
+// a run.
 #include "device/reduce.cuh"
 
 namespace oper::device {
 namespace {
 
-// Lists a long run for the next kernels, in any order.
+// Lists a long run for the kernels of long_runs.cu. The order of the list has no effect.
 OPER_DEVICE void list_long_run(const LongRuns& long_runs, uint32_t run, uint32_t pairs) {
   const uint32_t count = (pairs + kChunk - 1) / kChunk;
   uint32_t first = 0;
@@ -23,8 +24,8 @@ OPER_DEVICE void list_long_run(const LongRuns& long_runs, uint32_t run, uint32_t
   for (uint32_t k = 0; k < count; ++k) chunks[k] = {run, k, first + k};
 }
 
-// Divides `n` <= 32 runs, of `pairs` pairs each (by lane of the warp), among the warp's groups,
-// with about equal numbers of pairs. Returns the runs of group `number`.
+// Divides `n` <= 32 runs among the groups of a warp, with about equal numbers of pairs; `pairs`: of
+// the run of this lane. Returns the runs of group `number`.
 struct RunRange {
   int first, end;
 };
@@ -50,8 +51,8 @@ OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int num
   return range;
 }
 
-// Blocks that a multiprocessor must hold: fewer if the kernel has all optimizers, or a warp many
-// rows, which take more registers.
+// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if the kernel contains all
+// optimizers, or a warp has many groups, which take more registers.
 template <class Shape, To kTo>
 constexpr int kReduceBlocks =
     Shape::V * Shape::E > 8                                             ? 1
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
     const RunRange own = share_runs<Shape::G>(warp, n, is_long ? 0 : pairs, warp.lane / Shape::G);
     int k = own.first;
     do {
-      // Consecutive short runs.
+      // Takes consecutive short runs.
       while (k < own.end && is_set(are_long, k)) ++k;
       const int first = k;
       while (k < own.end && !is_set(are_long, k)) ++k;
@@ -100,9 +101,9 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   }
 }
 
-// Writes the header of this rank's outbox, which stays closed if the batch is refused, for instance
-// because it does not fit. `has_bags`: false for the empty batch in place of one that Python has
-// refused. One block.
+// One block writes the header of this rank's outbox. The outbox is closed (num_runs = -1) if the
+// batch is refused, if its gradients do not fit, or if a peer is lost. `has_bags`: false for the
+// empty batch that stands for one that Python has refused.
 __global__ void __launch_bounds__(256)
     open_outbox_kernel(View view, BatchPlan plan, bool has_bags) {
   const int64_t W = view.world_size, T = view.num_tables;
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-// Number of runs that a warp takes at once: at most one per lane, and so few that each warp takes
-// runs several times.
+// The number of runs that a warp takes at a time: at most one per lane, and so few that each warp
+// takes some several times.
 int32_t runs_per_warp(const Batch& batch) {
   const int64_t warps = std::max<int64_t>(1, 6 * resident_threads() / 32);
   return static_cast<int32_t>(std::clamp<int64_t>(batch.max_pairs / warps, 1, 32));
@@ -183,7 +184,7 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
       OPER_LAUNCH((reduce_runs<S, kTo>), blocks_for(batch.max_pairs, 256 / S::G), 256, on.stream,
                   a);
     };
-    // If rows repeat, the groups of a warp end their runs at different times: use whole shapes.
+    // Not if rows repeat: then the groups of a warp end their runs at different times.
     if constexpr (kTo == To::kRowWiseAdagrad) {
       if (!on.rows_repeat) return reduce_in(HalvedIf32<decltype(shape)>{});
     }

@@ -1,9 +1,10 @@
-// The batch plan: ids resolved to keys, sorted, cut into runs of equal rows.
+// The batch plan: the keys of all ids (see Table), sorted, and the runs of equal keys.
 //
-// A pair is one id of one feature (of one column piece). Its payload tells where its gradient is:
-//   pooled:    feature << bag_bits | bag
-//   unpooled:  row of the output
-//   by pair:   number of the pair, by which pair_bags and pair_weights hold the rest
+// There is a pair (key, payload) for each id of each feature, column pieces counted separately. The
+// payload tells where the id's gradient is:
+//   pooled:         feature << bag_bits | bag
+//   unpooled:       row of the output
+//   Batch::by_pair: number of the pair; pair_bags and pair_weights then have the above, and the weight
 #include "device/batch.cuh"
 
 namespace oper::device {
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
   });
 }
 
-// First run of every table and owner, and the end of the last one's; also where the last run ends:
-// at the first pair past the valid ones. One warp for each.
+// One warp for each number: the first run of every table and owner, and their end; and the end of
+// the last run, which is the number of valid pairs.
 __global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, BatchPlan plan) {
   const int64_t W = view.world_size;
   const int64_t count = view.num_tables * W;

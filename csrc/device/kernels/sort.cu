@@ -1,4 +1,4 @@
-// Bounds of bags, and sorting by CUB: in a file of their own, since CUB takes long to compile.
+// Bounds of bags, and sorting by CUB, which takes long to compile and is therefore only used here.
 #include "device/batch.cuh"
 
 #if !defined(OPER_EMULATED)
@@ -17,7 +17,7 @@ constexpr int kPerThread = 8, kPerBlock = 256 * kPerThread;
 int64_t num_blocks(int64_t count) { return (count + kPerBlock - 1) / kPerBlock; }
 
 // Reads a thread's lengths, at `first`, `first + step`, ..., and returns their sum. Negative ones count as
-// 2^31: no batch has so many ids.
+// 2^31, so that the sum cannot be the number of ids.
 OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t step,
                                  const ErrorSink& error, int64_t (&own)[kPerThread]) {
 #pragma unroll
@@ -27,7 +27,7 @@ OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t 
              : lengths.are_32_bit ? static_cast<const int32_t*>(lengths.data)[i]
                                   : static_cast<const int64_t*>(lengths.data)[i];
   }
-  // Checked in a second loop, when all loads have been issued.
+  // Checked in a second loop, so that all loads are issued first.
   int64_t least = 0, sum = 0;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
@@ -139,7 +139,7 @@ void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_b
         "cannot find the runs of equal ids");
 }
 
-// Cached: every operator asks for one of a few sizes, and computing the answer takes microseconds.
+// Remembers the last results: operators ask for few different sizes, and CUB takes microseconds.
 int64_t sort_scratch_bytes(int64_t count) {
   struct Known {
     int64_t count = -1, bytes = 0;
@@ -166,9 +166,10 @@ bool kernels_overlap() {
     int device = 0, major = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    // Code compiled for older devices does not wait for the earlier kernel.
+    // Code that was compiled for older devices does not wait for the earlier kernel, see
+    // platform.cuh.
     cudaFuncAttributes code{};
-    // compute-sanitizer's racecheck does not track launches that overlap.
+    // For compute-sanitizer's racecheck, which does not track launches that overlap.
     const char* chosen = std::getenv("OPER_DEVICE_OVERLAP");
     if (chosen && std::strcmp(chosen, "0") == 0) return false;
     return major >= 9 && cudaFuncGetAttributes(&code, write_bounds_kernel) == cudaSuccess &&
@@ -187,7 +188,7 @@ int64_t resident_threads() {
   return threads;
 }
 
-#else  // the emulation, with the same results from the standard library
+#else  // in the emulation, with the standard library
 
 void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream) {
@@ -213,7 +214,7 @@ int64_t resident_threads() { return emulation::resident_threads(); }
 #endif
 
 int blocks_for(int64_t groups, int64_t per_block) {
-  // Results do not depend on the grid; tests change it to verify that.
+  // Tests change the grid to verify that results do not depend on it.
   const char* chosen = std::getenv("OPER_DEVICE_THREADS");
   const int64_t threads = chosen ? std::strtoll(chosen, nullptr, 10) : resident_threads();
   const int64_t most = 8 * threads / 256;

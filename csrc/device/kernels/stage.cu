@@ -1,9 +1,9 @@
 // De-duplicated pull: every row of a peer that a batch reads crosses the link once.
 //
-// The runs of the batch plan are the distinct rows. Those outside of this rank's memory are copied
-// into its staging memory, table by table and, within a table, beginning with the next rank, so
-// that the ranks do not all read from one peer at a time. The forward pass then reads the copies.
-// The place of a row depends on the order of the blocks, its value does not.
+// The runs of the batch plan are the distinct rows. Those of other ranks are copied to this rank's
+// staging memory, from which the forward pass then reads them: table by table and, within a table,
+// beginning with the rank after this one, so that not all ranks read from one peer at a time. Where
+// a row is copied depends on the order of the blocks; results do not.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 
@@ -20,7 +20,7 @@ struct StageArgs {
 };
 
 // Address of the row of a run if it is to be staged, else 0.
-OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run) {
+OPER_DEVICE int64_t peer_row(const StageArgs& a, const Table& table, int64_t run) {
   const int64_t pair = a.plan.payloads[a.plan.run_begin[run]];
   const int64_t f = last_at_most(a.plan.feature_begin, a.view.num_features, pair);
   const int64_t key = a.batch.key_of[a.view.features[f].logical];
@@ -34,7 +34,8 @@ OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run)
   return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
 }
 
-// Number of rows that a group fetches together, at most one per lane, as each lane locates one.
+// The number of rows that a group fetches together: at most one per lane, since each lane locates
+// one.
 template <class Shape>
 constexpr int kStaged = Shape::V >= 8 ? 1 : 8 / Shape::V < Shape::G ? 8 / Shape::V : Shape::G;
 
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
     int32_t own_dim = 0;
     if (group.lane < kStaged<Shape> && w + group.lane < end) {
       const int64_t at = w + group.lane;
-      // The runs of a table are rotated to begin with the first one of the next rank.
+      // The order of a table's runs begins with the first one of the next rank.
       const int64_t t = last_that(a.table_begin, a.table_end,
                                   [&](int64_t k) { return segments[k * W] <= at; });
       const Table& table = a.view.tables[t];
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
       const int64_t shift = segments[t * W + a.view.rank + 1] - first;
       own_run = first + (at - first + shift) % count;
       own_dim = table.dim;
-      own_from = far_row(a, table, own_run);
+      own_from = peer_row(a, table, own_run);
       if (own_from != 0) {
         const uint32_t units =
             static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);

@@ -1,7 +1,8 @@
-// At the owner of buckets: which keys get and lose rows; and the first values of new rows.
+// At the owner of buckets: decides which keys get and lose rows. Then, on all ranks: initialises
+// new rows.
 //
-// A warp updates a bucket, key by key in the order of hashes; no two warps update one bucket. All ranks'
-// keys of a bucket are known before. What happens in it depends on these keys and their counts alone.
+// One warp updates a bucket, key by key in the order of hashes, when the keys of all ranks have
+// been merged. What happens in a bucket depends on these keys and their counts only.
 #include "device/batch.cuh"
 #include "device/bucket.cuh"
 #include "device/keys.h"
@@ -9,7 +10,7 @@
 namespace oper::device {
 namespace {
 
-// The arguments of a table's optimizer are those of no optimizer while the table is frozen.
+// Whether a table is frozen: then its optimizer's arguments are those of no optimizer.
 OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const KeyTable& table) {
   for (int32_t f = 0; f < view.num_features; ++f)
     if (view.features[f].logical == table.rows.feature)
@@ -17,7 +18,8 @@ OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const
   return false;
 }
 
-// One block: begins an update unless a rank has refused its batch; then no rank has left any keys.
+// One block begins the update: writes the bounds of the inbox, and advances clocks. If a rank has
+// refused its batch, the inbox is empty.
 __global__ void __launch_bounds__(256)
     begin_update_kernel(View view, KeyView keys, KeyInbox inbox, const UpdateArgs* optimizers,
                         const uint32_t* refused) {
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(256) merge_keys_kernel(KeyView keys, KeyInbox 
   });
 }
 
-// Updates the bucket of key `begin` of the inbox, which is its first one.
+// Updates the bucket whose first key in the inbox is key `begin`.
 OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const KeyInbox& inbox,
                                int32_t t, int64_t begin) {
   const KeyTable& table = keys.tables[t];
@@ -113,7 +115,8 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
     }
     if (is_here) inbox.totals[j] = own;
   }
-  // By descending count, then by hash. Scores are of descending counts: no count is 0 here.
+  // Admits keys by descending count, then by hash. The score is the complement of the count, which
+  // is not 0.
   Scored last{0, 0};
   for (int64_t admitted = 0; admitted < num_fresh; ++admitted) {
     Scored next{~uint64_t{0}, ~uint64_t{0}};
@@ -125,7 +128,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
     }
     last = next = first_of(warp, next);
     if (bucket.admit(next.number, ~next.score)) continue;
-    // Nor do those that follow.
+    // The keys that follow do not get a slot, either.
     bucket.events[kRefused] = static_cast<uint32_t>(num_fresh - admitted);
     break;
   }
@@ -139,7 +142,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
       atomicAdd(keys.counters + t * kNumKeyCounters + k, static_cast<Counter>(bucket.events[k]));
 }
 
-// A warp takes the buckets that begin within a tile of 32 keys.
+// A warp takes the buckets whose first keys are in a tile of 32 keys.
 __global__ void __launch_bounds__(256) update_buckets_kernel(KeyView keys, KeyInbox inbox) {
   const Group<32> warp;
   const int64_t W = keys.world_size, num_keys = inbox.begin[keys.num_tables * W];

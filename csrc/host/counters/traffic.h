@@ -1,7 +1,8 @@
-// Counters of what a rank reads in every batch, by the rank whose arena it reads.
+// Counters of what a rank reads in every batch, by the rank whose memory it reads.
 //
-// Ranks exchange by reading, so that a transfer is counted once, by its reader. Counts are units
-// (rows, ids, numbers); oper/rows/traffic.py says what a unit is and how many bytes it has.
+// Ranks get data from each other by reading it, so each transfer is counted once, by the reader.
+// Counted are rows, ids and numbers; oper/rows/traffic.py says of each kind what is counted, and
+// its bytes.
 #pragma once
 
 #include <atomic>
@@ -12,13 +13,13 @@ namespace oper::host {
 
 // The order is that of KINDS in oper/rows/traffic.py.
 enum Moved {
-  kRows,           // forward: rows read one by one, of this rank's copy where there is one
-  kIds,            // forward: ids that a reader requests this owner to pool
-  kIdWeights,      // forward: their weights
-  kPooledRows,     // forward: rows that this owner pools for readers
-  kPartialSums,    // forward: partial sums that owners have left for this reader
-  kWeightRows,     // backward: rows read for the gradient of per-sample weights
-  kGradientIds,    // backward: ids of pushed rows
+  kRows,         // forward: rows read one by one, from this rank's replica where there is one
+  kIds,          // forward: ids whose rows a reader requests this owner to pool
+  kIdWeights,    // forward: their weights
+  kPooledRows,   // forward: rows that this owner pools for readers
+  kPartialSums,  // forward: partial sums that owners have pooled for this reader
+  kWeightRows,   // backward: rows read for the gradient of per-sample weights
+  kGradientIds,  // backward: ids of pushed rows
   kGradientWeights,
   kBagGradients,   // backward: gradients of bags, one per id of a pushed row
   kGradientRows,   // backward: reduced gradients in the ranks' outboxes
@@ -28,12 +29,12 @@ enum Moved {
   kNumMoved
 };
 
-// A view of one table's counters: int64 [kNumMoved][T][W], by the rank that is read.
+// One table's counters, a view of int64 [kNumMoved][T][W].
 class TableCounters {
  public:
   TableCounters() = default;
   TableCounters(int64_t* first, int64_t stride) : first_(first), stride_(stride) {}
-  // Not atomic: callers let only one task at a time work on a table.
+  // Not atomic: only one task at a time may count for a table.
   void add(Moved kind, int32_t peer, int64_t count) const { first_[kind * stride_ + peer] += count; }
 
  private:
@@ -41,10 +42,11 @@ class TableCounters {
   int64_t stride_ = 0;
 };
 
-// Finds the rank in whose arena an address lies. Every arena is one range that ends in the outbox.
+// By which the rank is found in whose arena an address lies: an arena is one range of addresses,
+// whose last part is the outbox.
 struct Arenas {
-  std::vector<int64_t> outbox;  // [W] ascending
-  std::vector<int32_t> rank;    // [W] whose it is
+  std::vector<int64_t> outbox;  // [W] addresses of the outboxes, ascending
+  std::vector<int32_t> rank;    // [W] whose outbox it is
 };
 
 }  // namespace oper::host

@@ -1,4 +1,5 @@
-// One phase with ranks of other memory domains: heads, then the arrays that these announce.
+// Exchanges one phase with ranks of other memory domains: headers, then the arrays whose lengths
+// they contain.
 #include "host/exchange/exchange.h"
 
 #include <sys/mman.h>
@@ -42,25 +43,25 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
   const int32_t W = context.world_size;
   const int64_t T = static_cast<int64_t>(context.tables.size());
   mirrors_.resize(static_cast<size_t>(W));
-  far_rows_.resize(static_cast<size_t>(T));
+  remote_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
   pairs_.resize(static_cast<size_t>(W * T));
   for (Kept& kept : kept_) {
     kept.asked.resize(static_cast<size_t>(W * T));
     kept.asked_by.resize(static_cast<size_t>(W * T));
   }
-  for (int32_t r : messages.far) {
+  for (int32_t r : messages.remote) {
     mirrors_[r].resize(static_cast<size_t>(context.header_bytes()));
     context.outbox[r] = mirrors_[r].data();
   }
   for (int64_t t = 0; t < T; ++t) {
     Table& table = context.tables[t];
     table.packed_masters.assign(static_cast<size_t>(W), nullptr);
-    for (int32_t r : messages.far) {
+    for (int32_t r : messages.remote) {
       table.touched[r] = const_cast<uint32_t*>(nothing_);
       table.packed_masters[r] = reinterpret_cast<const char*>(nothing_);
       if (table.pieces.empty()) continue;
-      // Address space only: pages are allocated when their slots are touched.
+      // Reserves address space; pages are allocated only where squares of a slot are received.
       const size_t bytes =
           static_cast<size_t>(2 * num_slots(table, r) + 1) * 4;  // two rounds of squares at most
       void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -69,15 +70,15 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
       mapped_.emplace_back(data, bytes);
       table.squares[r] = static_cast<float*>(data);
     }
-    bool is_far = false, pulls_far = false;
+    bool is_remote = false, pulls_remote = false;
     for (int32_t k = 0; k < table.read.num_tiers; ++k)
       for (int64_t o = 0; o < table.read.tiers[k].period; ++o) {
-        is_far |= table.read.tiers[k].base[o] < 0;
-        pulls_far |= table.read.tiers[k].base[o] < 0 && !table.pushes[k];
+        is_remote |= table.read.tiers[k].base[o] < 0;
+        pulls_remote |= table.read.tiers[k].base[o] < 0 && !table.pushes[k];
       }
-    is_far_.push_back(is_far);
-    pulls_far_.push_back(pulls_far);
-    if (is_far) far_tables_.push_back(static_cast<int32_t>(t));
+    is_remote_.push_back(is_remote);
+    pulls_remote_.push_back(pulls_remote);
+    if (is_remote) remote_tables_.push_back(static_cast<int32_t>(t));
   }
 }
 
@@ -91,14 +92,14 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
   const int64_t error =
       setup.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
   int64_t sent = 0;
-  for (int32_t r : messages.far) sent += send_bytes[r];
+  for (int32_t r : messages.remote) sent += send_bytes[r];
   context_.times.note(kExchange, begin_ns, PhaseTimes::now_ns(), sent);
   return error;
 }
 
 void Exchange::fail(Status status) {
-  // A full outbox, an id or settings concern this batch: later ones only learn that this rank has
-  // given up.
+  // A full outbox, an id or settings are errors of this batch. Later batches fail because this rank
+  // has given up.
   const bool is_of_batch = status.code == 3 || status.code == 4 || status.code == 15;
   failed_ = is_of_batch ? Status{6, context_.rank} : status;
   if (context_.barrier) context_.barrier->give_up();
@@ -166,18 +167,19 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   }
 }
 
-// Rounding of gradients: sender, receiver, slot or bag, columns and step determine a separate draw.
+// How a part's gradients are rounded at random: with numbers that differ by sender, receiver, slot
+// or bag, column and step.
 Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
   const Table& table = context_.tables[part.table];
   const uint32_t from = static_cast<uint32_t>(context_.rank), to = static_cast<uint32_t>(part.rank);
-  // Beyond 2^15 ranks, some pairs draw the same numbers.
+  // With more than 2^15 ranks, some pairs of ranks get the same numbers.
   const uint32_t pair = (from & 0x7fff) << 15 | (to & 0x7fff);
   const uint32_t is_bag = part.shape.kind == kSentBagGradients;
   return {table.rounding, kRoundingMessages | is_bag << 30 | pair,
           static_cast<uint32_t>(table.first_column), names};
 }
 
-// Records where the requests just sent lie; they stay there until the next ones.
+// Records where the requests that were just sent lie, for `is_as_before`.
 void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   for (const Part& x : parts) {
     Requested& asked = kept(kAsBefore).asked[cell(x.rank, x.table)];
@@ -196,7 +198,7 @@ void Exchange::synchronize(CollectivePhase phase, const Batch& batch, Status min
   const bool weighted = batch.weights != nullptr;
   messages.begin(phase);
   if (mine.code == 0) count(phase, weighted);
-  const Status status = messages.exchange_heads(
+  const Status status = messages.exchange_headers(
       weighted, mine, [&](auto... arguments) { return transfer(phase, arguments...); });
   if (status.code != 0) fail(status);
   exchange_payload(phase, false);

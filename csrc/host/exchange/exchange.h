@@ -1,7 +1,8 @@
-// Exchange with far ranks, whose memory this rank cannot address, over a transport of bytes.
+// Exchange with remote ranks, those of other memory domains, over a transport of bytes.
 //
-// Data from a far rank is received into private buffers, with headers laid out like its outbox, so
-// that kernels read it like a neighbour's. See common/exchange.h for the contents of each phase.
+// Received data is put into private buffers with the same headers as an outbox, so that kernels
+// read it like the outbox of a rank of this domain. common/exchange.h defines what each phase
+// contains.
 #pragma once
 
 #include <memory>
@@ -14,18 +15,20 @@
 
 namespace oper::host {
 
-// Masters of one tier on this rank, and a rank of another domain that holds replicas of them.
+// Slots of one tier whose rows this rank owns and a remote rank has replicas of.
 struct ReplicaTarget {
   int32_t table, rank;
   int64_t slot_begin, slot_end;
 };
 
 struct ExchangeSetup {
-  Messages::Setup messages;            // except the rank and the tables
+  Messages::Setup messages;  // without the rank and the tables
   std::vector<ReplicaTarget> targets;
-  bool gathers, refreshes;             // whether any rank does
-  bool pulls;                          // whether any rank gathers rows of pulled tiers
-  bool shares_replicas;                // whether ranks read replicas of their neighbours
+  // Whether any rank pulls rows in lookups without pushed tiers.
+  bool gathers;
+  bool refreshes;        // whether any rank has replicas of rows of another domain
+  bool pulls;            // whether any rank pulls rows in lookups with pushed tiers
+  bool shares_replicas;  // whether ranks read replicas of other ranks of their domain
   Transport transport;
 };
 
@@ -34,18 +37,21 @@ class Exchange {
   Exchange(Context& context, ExchangeSetup setup);
   ~Exchange();
 
-  // Whether a table has rows on far ranks; `pulled`: in tiers that owners do not pool.
-  bool has_far_rows(const Table& table, bool pulled) const {
-    return (pulled ? pulls_far_ : is_far_)[table.index];
+  // Whether a table has rows on remote ranks or, if `pulled`, such rows in pulled tiers.
+  bool has_remote_rows(const Table& table, bool pulled) const {
+    return (pulled ? pulls_remote_ : is_remote_)[table.index];
   }
-  // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
-  // until the next gather. Collective. `collective` is that of `forward`.
+  // Fetches the rows of other domains that the batch needs, and sets FeatureBags::rows to their
+  // addresses, which are valid until the next gather. All ranks must call it. `kind`: as which they
+  // are counted; `collective`: see `forward`.
   void gather(Batch& batch, Moved kind, bool collective);
-  // The two halves of a gather whose phases are kRequests and kPartials: lists the rows, and returns
-  // -1 or the position of an id that is out of range; and fills in the addresses.
-  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective);
+  // The two halves of a gather, for lookups that exchange the rows in kRequests and kPartials. The
+  // first lists the rows and returns -1 or the index of an id that is out of range; the second sets
+  // the addresses.
+  int64_t list_remote_rows(const Batch& batch, Moved kind, bool collective);
   void address_rows(Batch& batch);
-  // `mine`: this rank's error, if any, which is sent to all ranks.
+  // Exchanges a phase. `mine`: this rank's error, if any, which is sent to all ranks. Throws an
+  // error as a Status.
   void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
   const ExchangeSetup setup;
   Messages messages;
@@ -54,18 +60,18 @@ class Exchange {
   using Part = Messages::Part;
   static constexpr uint32_t kAsBefore = Messages::kAsBefore;
   static constexpr int64_t kSmallBytes = 64 << 10;  // messages below this are handled on one thread
-  // Received arrays have an inbox for each phase, and one for the rows of a gather.
+  // Received arrays have an inbox for each phase; this is that of the rows of a gather.
   static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
-  // Source of an array: contiguous data, or the rows `rows` of a matrix. `names`: to which rows or
-  // bags gradients belong, see Draws.
+  // Source of an array: contiguous data or, unless `rows` is null, those rows of a matrix. `names`:
+  // the rows or bags to which gradients belong, see Draws; null: other data.
   struct Source {
     const void* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
-  // The arrays of one table's requests between two ranks: on the receiver as kernels read them, on
-  // the sender as they were packed. `weights` may be null.
+  // One table's requests from one rank to another: on the receiver as kernels read them, on the
+  // sender as they were packed. `weights` may be null.
   struct Requested {
     const char* slots = nullptr;
     const char* bags = nullptr;
@@ -73,19 +79,20 @@ class Exchange {
     int64_t n = 0;
     int32_t slot_bits = 32;
   };
-  // A received message, and those of its arrays that had to be unpacked.
+  // A received message, and those of its arrays that must be unpacked.
   struct Inbox {
     Buffer message, unpacked;
   };
-  // The requests of a forward pass, see Messages::kept.
+  // The requests of a kept forward pass, see Messages.
   struct Kept {
     Buffer sent;
     Inbox received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
   };
-  struct Listed {  // slots: the count, then slots; values: one per slot
-    std::vector<uint32_t> slots;
-    std::vector<float> values;
+  // Slots whose squares or changed rows are sent.
+  struct Listed {
+    std::vector<uint32_t> slots;  // their number, then the slots
+    std::vector<float> values;    // sums of squares, one per slot
   };
 
   static int64_t num_slots(const Table& table, int32_t owner) {
@@ -107,17 +114,17 @@ class Exchange {
   Kept& kept(uint32_t count) { return kept_[messages.kept(count)]; }
   const Kept& kept(uint32_t count) const { return kept_[messages.kept(count)]; }
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
-  // A count, or kAsBefore or kAsBefore - 1 if requests equal those of a forward pass.
+  // The number of ids that this rank requests from a peer; or kAsBefore or kAsBefore - 1 if the
+  // requests equal those of a kept forward pass.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
   void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                const char* const* arrays);
-  // Number of distinct rows of a table that this rank requests from a rank.
-  uint32_t num_far_rows(int32_t peer, int64_t table) const {
+  // Number of distinct rows of a table that this rank pulls from a peer.
+  uint32_t num_remote_rows(int32_t peer, int64_t table) const {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether received bags, and lists that contain their own length, are within the limits of a
-  // batch.
+  // Whether received bags are valid, and lists of refreshed slots are complete and ascending.
   bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
                  const char* const* arrays) const;
   // Calls the transport and returns its result. `send_bytes`, `recv_bytes`: [W].
@@ -127,27 +134,27 @@ class Exchange {
   [[noreturn]] void fail(Status status);
 
   Context& context_;
-  std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
-  std::vector<bool> is_far_;         // [T] whether it is one of these
-  std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
+  std::vector<int32_t> remote_tables_;  // tables with rows that this rank cannot address
+  std::vector<bool> is_remote_;         // [T] whether it is one of these
+  std::vector<bool> pulls_remote_;      // [T] whether some of these rows are in pulled tiers
   Status failed_;
   Buffer send_, places_, keys_;
   Inbox inbox_[kInRows + 1];
   Kept kept_[Messages::kKept];
-  std::vector<FarRows> far_rows_;             // [T]
+  std::vector<RemoteRows> remote_rows_;       // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  // Data of one table and another rank.
+  // Data of one table that concern a peer.
   struct Pair {
-    std::vector<uint32_t> bags;             // the distinct ones in this rank's requests
+    std::vector<uint32_t> bags;  // the distinct ones in this rank's requests to it
     Listed listed;
-    const uint32_t* asked_slots = nullptr;  // of this rank
+    const uint32_t* asked_slots = nullptr;  // rows of this rank that it pulls
     uint32_t num_asked_slots = 0;
-    const char* gathered = nullptr;         // rows
+    const char* gathered = nullptr;  // its rows that this rank has pulled
   };
   std::vector<Pair> pairs_;  // [W * T]
-  std::vector<std::vector<char>> mirrors_;    // outbox headers of far ranks
-  std::vector<std::pair<void*, size_t>> mapped_;
-  const uint32_t nothing_[2] = {0, 0};
+  std::vector<std::vector<char>> mirrors_;        // outbox headers of remote ranks
+  std::vector<std::pair<void*, size_t>> mapped_;  // for squares of remote ranks
+  const uint32_t nothing_[2] = {0, 0};            // an empty list of slots
 };
 
 }  // namespace oper::host

@@ -1,5 +1,4 @@
-// The data that each phase sends to a rank of another memory domain, and where received data is
-// stored.
+// What each phase sends to a rank of another memory domain, and where received data goes.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -24,11 +23,11 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
   const int64_t* reduced = context_.outbox_table(context_.rank, t)->begin();
   const int64_t* asked = context_.request_table(context_.rank, t)->begin();
-  for (int32_t r : messages.far) {
+  for (int32_t r : messages.remote) {
     uint32_t* counts = messages.counts_to(r, t);
     std::fill(counts, counts + Messages::kCounts, 0u);
-    if (phase == CollectivePhase::kGather) counts[0] = num_far_rows(r, t);
-    if (phase == CollectivePhase::kRequests && setup.pulls) counts[1] = num_far_rows(r, t);
+    if (phase == CollectivePhase::kGather) counts[0] = num_remote_rows(r, t);
+    if (phase == CollectivePhase::kRequests && setup.pulls) counts[1] = num_remote_rows(r, t);
     if (phase == CollectivePhase::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
@@ -42,7 +41,7 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       if (!table.is_pushed) continue;
       list_bags(t, r);
       counts[1] = requests_count(t, r, weighted);
-      // Only the gradients of bags that this owner holds rows of are sent.
+      // Sent are only the gradients of bags of which this owner has rows.
       counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
     if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
@@ -97,10 +96,11 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   return equal(runs.data(), before.bags, static_cast<int64_t>(runs.size()));
 }
 
-// Lists this piece's sums of squares for the owners of the rows' other pieces.
+// Lists the sums of squares of this rank's rows of a column piece, for the owners of the rows'
+// other pieces.
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
-  for (int32_t r : messages.far) {
+  for (int32_t r : messages.remote) {
     pairs_[cell(r, t)].listed.slots.assign(1, 0);
     pairs_[cell(r, t)].listed.values.clear();
   }
@@ -129,7 +129,7 @@ void Exchange::list_squares(int64_t t) {
       const Table& piece = context_.tables[p];
       const int32_t owner = piece.owner_of(
           locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
-      if (messages.is_near(owner) || done[owner] == static_cast<int32_t>(i)) continue;
+      if (messages.is_local(owner) || done[owner] == static_cast<int32_t>(i)) continue;
       done[owner] = static_cast<int32_t>(i);
       Listed& list = pairs_[cell(owner, t)].listed;
       list.slots.push_back(slots[i]);
@@ -140,7 +140,7 @@ void Exchange::list_squares(int64_t t) {
 }
 
 void Exchange::list_refreshes(int64_t t) {
-  for (int32_t r : messages.far) pairs_[cell(r, t)].listed.slots.assign(1, 0);
+  for (int32_t r : messages.remote) pairs_[cell(r, t)].listed.slots.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
   for (const ReplicaTarget& target : setup.targets) {
     if (target.table != t) continue;
@@ -162,7 +162,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
   switch (phase) {
     case CollectivePhase::kGather:
       if (is_reply) return asked_rows;
-      return {far_rows_[t].keys + splits_[t][r]};
+      return {remote_rows_[t].keys + splits_[t][r]};
     case CollectivePhase::kPartials:
       if (part == 1) return asked_rows;
       return {base + context_.partial_table(context_.rank, t, r)->rows_offset};
@@ -173,7 +173,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
       if (part == 0) return {list.slots.data()};
       return {context_.tables[t].rows, list.slots.data() + 1};
     case CollectivePhase::kRequests:
-      if (part == 3) return {far_rows_[t].keys + splits_[t][r]};
+      if (part == 3) return {remote_rows_[t].keys + splits_[t][r]};
       break;
     case CollectivePhase::kGradients: {
       OutboxTable* entry = context_.outbox_table(context_.rank, t);
@@ -212,7 +212,7 @@ bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
     return bags_fit(before.bags, before.n);
   }
   if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
-  // The list contains its own length, and is searched.
+  // The slots follow their number, and must ascend, since `refresh_replicas` searches them.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
   if (slots[0] != counts[0]) return false;
   for (uint32_t i = 1; i <= counts[0]; ++i)
@@ -221,7 +221,7 @@ bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
   return true;
 }
 
-// ---- received data, where kernels find it ------------------------------------------------------
+// ---- headers by which kernels find received data -------------------------------------------------
 
 void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                        const char* const* arrays) {
@@ -288,32 +288,32 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
 
 void Exchange::gather(Batch& batch, Moved kind, bool collective) {
   raise(failed_);
-  const int64_t bad = list_far_rows(batch, kind, collective);
+  const int64_t bad = list_remote_rows(batch, kind, collective);
   synchronize(CollectivePhase::kGather, batch, bad >= 0 ? Status{4, bad} : Status{});
   exchange_payload(CollectivePhase::kGather, true);
   address_rows(batch);
 }
 
-int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective) {
+int64_t Exchange::list_remote_rows(const Batch& batch, Moved kind, bool collective) {
   const int32_t W = context_.world_size;
-  const int64_t num_far = static_cast<int64_t>(far_tables_.size());
+  const int64_t num_remote = static_cast<int64_t>(remote_tables_.size());
   int64_t total = 0;
   std::vector<int64_t> first;
-  // Tables whose owners pool all rows that this rank cannot address.
+  // Whether owners pool all rows of the table that this rank cannot address.
   const auto is_skipped = [&](const Table& table) {
-    return collective && table.has_push && !pulls_far_[table.index];
+    return collective && table.has_push && !pulls_remote_[table.index];
   };
-  for (int32_t t : far_tables_) {
+  for (int32_t t : remote_tables_) {
     first.push_back(total);
     if (!is_skipped(context_.tables[t])) total += batch.num_ids(context_.tables[t]);
   }
   int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
   uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
   Found found;
-  run_tasks(context_, num_far, total < kSmallBytes / 32, [&](int64_t k, Scratch& scratch) {
-    const int32_t t = far_tables_[k];
+  run_tasks(context_, num_remote, total < kSmallBytes / 32, [&](int64_t k, Scratch& scratch) {
+    const int32_t t = remote_tables_[k];
     const Table& table = context_.tables[t];
-    FarRows& rows = far_rows_[t];
+    RemoteRows& rows = remote_rows_[t];
     if (is_skipped(table)) {
       rows = {nullptr, nullptr, 0};
       splits_[t].assign(static_cast<size_t>(W) + 1, 0);
@@ -321,8 +321,8 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective)
     }
     rows = {places + first[k], keys + first[k], 0};
     found.note(
-        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch));
-    // From keys, which are in order of owner, to slots.
+        kernels().remote_rows(table, batch, kind, collective && table.has_push, rows, scratch));
+    // Home keys, which are in the order of their owners, become slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
     uint32_t* end = rows.keys + rows.num_keys;
@@ -340,27 +340,27 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective)
 }
 
 void Exchange::address_rows(Batch& batch) {
-  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false,
+  run_tasks(context_, static_cast<int64_t>(remote_tables_.size()), false,
             [&](int64_t k, Scratch& scratch) {
-    const int32_t t = far_tables_[k];
-    const Table& table = context_.tables[t];
-    const FarRows& rows = far_rows_[t];
-    if (rows.places == nullptr) return;
-    int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
-    for (int32_t r : messages.far)
-      for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
-        address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
-                     (i - splits_[t][r]) * table.row_bytes();
-    int64_t* place = rows.places;
-    for (int32_t f : table.features) {
-      FeatureBags& bags = batch.features[f];
-      bags.rows = place;
-      const int64_t n = bags.num_ids();
-      for (int64_t i = 0; i < n; ++i)
-        if (place[i] < 0) place[i] = address[-1 - place[i]];
-      place += n;
-    }
-  });
+              const int32_t t = remote_tables_[k];
+              const Table& table = context_.tables[t];
+              const RemoteRows& rows = remote_rows_[t];
+              if (rows.places == nullptr) return;
+              int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
+              for (int32_t r : messages.remote)
+                for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
+                  address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
+                               (i - splits_[t][r]) * table.row_bytes();
+              int64_t* place = rows.places;
+              for (int32_t f : table.features) {
+                FeatureBags& bags = batch.features[f];
+                bags.rows = place;
+                const int64_t n = bags.num_ids();
+                for (int64_t i = 0; i < n; ++i)
+                  if (place[i] < 0) place[i] = address[-1 - place[i]];
+                place += n;
+              }
+            });
 }
 
 }  // namespace oper::host

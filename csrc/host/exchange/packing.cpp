@@ -12,8 +12,8 @@ namespace oper::host {
 
 namespace {
 
-// With larger steps, differences of a row's numbers may exceed float32's range: the numbers are
-// coded and decoded as a quarter of themselves.
+// If a row's step is larger, differences of its numbers may exceed the range of float32. Then a
+// quarter of each number is coded and decoded instead.
 constexpr float kWideStep = FLT_MAX / 512, kQuarter = 0.25f;
 
 OPER_INLINE void round_row(char* to, const float* numbers, int64_t n) {
@@ -82,7 +82,8 @@ OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws
   uint32_t bits[kBlock / 2];  // two numbers each, the first in the lower half
   std::fill_n(bits, kBlock / 2, kToNearest << 16 | kToNearest);
   for (int64_t first = 0; first < n; first += kBlock) {
-    // Blocks, also the last one, are drawn and coded as a whole, which is vectorised.
+    // Random numbers are drawn for whole blocks, also for the last one, so that the loops
+    // vectorise.
     if (draws != nullptr)
       for (uint32_t k = 0; k < kDraws; ++k) {
         const Philox4 drawn = rounding_bits(
@@ -132,8 +133,8 @@ OPER_INLINE void decode_row(float* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * to[i];
 }
 
-// Copies entries of `kUnit` bytes, or of `unit` if that is 0. A constant size saves the call of
-// memcpy, which takes longer than a short copy.
+// Copies entries of kUnit bytes or, if that is 0, of `unit` bytes. With a constant size the
+// compiler inlines memcpy, whose call would take longer than a short copy.
 template <int64_t kUnit>
 void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, int64_t unit) {
   constexpr int64_t kAhead = 16;
@@ -202,7 +203,7 @@ void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits) {
     std::memcpy(to, slots, static_cast<size_t>(n * 4));
     return;
   }
-  // Words are written while they fill up, since a branch at full ones would take longer.
+  // Every slot writes its word again, since a branch on whether the word is full would take longer.
   uint32_t* word = reinterpret_cast<uint32_t*>(to);
   uint64_t pending = 0;
   int32_t filled = 0;
@@ -221,7 +222,7 @@ void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits) {
   const uint64_t mask = (uint64_t{1} << bits) - 1;
   const int64_t size = packed_bytes(n, bits);
   int64_t i = 0;
-  // Eight bytes at once, as long as there are eight.
+  // Reads eight bytes at once while there are eight.
   for (; i < n && (i * bits >> 3) + 8 <= size; ++i) {
     uint64_t bytes;
     std::memcpy(&bytes, from + (i * bits >> 3), sizeof bytes);

@@ -1,4 +1,5 @@
-// Packing of arrays that are sent between memory domains: gathered, and rounded if requested.
+// Packs the arrays of messages between memory domains: gathers their entries, and rounds numbers if
+// fewer bits are requested; and unpacks them.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +9,34 @@
 
 namespace oper::host {
 
-// The source of random numbers for rounding. They depend on which row or bag is rounded, not on
-// threads or order.
+// The source of the random numbers for rounding. They depend on which row or bag is rounded, not on
+// the order or the threads.
 struct Draws {
   RoundingKey key;
-  uint32_t purpose;       // distinguishes draws of the same key
-  uint32_t first_column;  // first column of the rows in the whole table
-  const uint32_t* names;  // by entry of the source: the row's slot, or the bag's number
+  uint32_t purpose;       // see philox.h
+  uint32_t first_column;  // of the rows in the entire table
+  const uint32_t* names;  // [n] of each entry the row's slot or the bag's number
 };
 
+// An array of n entries of `unit` bytes each, whose numbers have `bits` bits in a message (see
+// bits_of_row). With fewer than 32 bits, entries are rows of float32 numbers.
 struct WireArray {
-  int64_t n, unit;               // unit: bytes of one entry
-  int32_t bits = 32;             // fewer: entries are rows of float32 numbers
-  const Draws* draws = nullptr;  // null: rounds to nearest, as bfloat16 always does
+  int64_t n, unit;
+  int32_t bits = 32;
+  const Draws* draws = nullptr;  // null: codes are rounded to nearest, as bfloat16 always is
 };
 
-// Writes the entries `rows` of `from` (null: entries 0 to n - 1) one after the other.
+// Packs the entries `rows` [n] of `from`, or all if that is null.
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array);
 void unpack(char* to, const char* from, const WireArray& array);
 
-// Convert slots below 2^bits, uint32 [n], to `bits` (1 to 32) bits each, packed from the lowest bit
-// on, and back.
+// Convert slots below 2^bits, uint32 [n], to `bits` (1 to 32) bits each, lowest bits first, and
+// back. Write packed_bytes(n, bits), see exchange.h.
 void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
 void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
 
-// Convert the bags of consecutive ids, uint32 [n], to one bit per id, which is set if the id's bag
-// is not that of the id before; and back, to bags numbered 0, 1, ...
+// Convert the bags of consecutive ids, uint32 [n], to one bit per id, set if the id's bag is not
+// that of the id before; and back, but to bags numbered 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);
 void unpack_runs(uint32_t* bags, const char* from, int64_t n);
 

@@ -12,7 +12,7 @@ namespace oper::host {
 bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
   const double bytes = static_cast<double>(table.row_bytes());
   const double ids = static_cast<double>(rows.num_ids), distinct = static_cast<double>(rows.num_rows);
-  // A copied row is still read once from its owner.
+  // Each distinct row is still read once from its owner.
   return (ids - distinct) * costs_.extra_per_byte * bytes >
          ids * costs_.per_id + distinct * costs_.per_copied_byte * bytes;
 }
@@ -25,8 +25,8 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective) {
     const Table& table = context.tables[t];
     OfTable& of = tables[t];
     if ((!counts && !of.is_chosen) || (collective && table.has_push)) return;
-    // An exchange with other memory domains finds the rows of this one.
-    if (context.exchange && context.exchange->has_far_rows(table, false)) return;
+    // The exchange with other memory domains has already set the addresses of this table's rows.
+    if (context.exchange && context.exchange->has_remote_rows(table, false)) return;
     const int64_t total = batch.num_ids(table);
     DistinctRows rows{reinterpret_cast<int64_t*>(of.places.get(total * 8)),
                       reinterpret_cast<int64_t*>(of.sources.get(total * 8)), 0, 0};

@@ -1,10 +1,11 @@
-// De-duplicated pull within a memory domain: rows of neighbours are copied once per batch and
-// pooled from the copies. The results are bitwise the same. Between domains this is always done,
-// see exchange.h.
+// De-duplicated pull within a memory domain: each row of another rank (a peer) is copied once per
+// batch, and pooled from the copy. The results are bitwise the same. Between domains rows are
+// always de-duplicated, see exchange.h.
 //
-// Measured duplication decides for each table whether to copy. Numbering ids and copying rows only
-// pays off if reads of neighbours' memory are slower: ranks on one NUMA node read each other's rows
-// as fast as their own, and caches retain repeated rows.
+// Finding the distinct rows and copying them only pays off if many ids repeat rows and reading a
+// peer's memory takes longer. Ranks on one NUMA node read each other's rows as fast as their own,
+// and caches retain repeated rows. So it is decided for each table, by the measured share of
+// repeated rows.
 #pragma once
 
 #include <deque>
@@ -18,9 +19,9 @@ namespace oper::host {
 
 // Nanoseconds.
 struct PullCosts {
-  double extra_per_byte;   // of a neighbour's row beyond that of an own one
-  double per_id;           // numbering
-  double per_copied_byte;  // read once, written, and found in the cache
+  double extra_per_byte;   // of reading a peer's row, beyond reading an own row
+  double per_id;           // of finding the distinct rows
+  double per_copied_byte;  // of writing a copy and reading it from the cache
 };
 
 class PeerRows {
@@ -30,15 +31,16 @@ class PeerRows {
       : tables(context.tables.size()), choice_(choice), costs_(costs) {
     for (OfTable& of : tables) of.is_chosen = choice == kAlways;
   }
-  // Copies the rows of the tables for which copying was chosen, and gives the batch their
-  // addresses. Every kCountEvery passes it also counts duplication. The caller must hold `turn`
-  // until the batch has been looked up; concurrent lookups that do not get it read rows in place.
+  // Copies peers' rows of the tables for which that was chosen, and sets FeatureBags::rows to the
+  // addresses. Every kCountEvery passes it also counts distinct rows and chooses again.
+  // `collective`: see `forward`. The caller must hold `turn` until the batch has been looked up;
+  // lookups that cannot get it, because another is running, read rows in place.
   Status stage(Context& context, Batch& batch, bool collective);
   std::mutex turn;
 
   struct OfTable {
-    int64_t num_ids = 0, num_rows = 0;  // neighbours' rows, as last counted: ids, distinct rows
-    bool is_chosen = false;             // they are copied
+    int64_t num_ids = 0, num_rows = 0;  // ids of peers' rows and distinct ones, as last counted
+    bool is_chosen = false;             // whether they are copied
     Buffer places, sources, copies;
   };
   std::deque<OfTable> tables;

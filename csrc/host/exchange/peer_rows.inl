@@ -1,6 +1,7 @@
-// Distinct rows of neighbours in a batch. Part of kernels.inl.
+// The distinct rows of peers in a batch, see peer_rows.h. Part of kernels.inl.
 
-// Addresses of a table's ids, feature by feature; returns the first bad id's index, or -1.
+// Writes the places of a table's ids, feature by feature. Returns the first invalid id's index in
+// the batch, or -1.
 int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
@@ -16,7 +17,7 @@ int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   return -1;
 }
 
-// Numbers addresses in the order of their first occurrence. A hash table with open addressing.
+// Numbers addresses in the order of their first occurrence, by a hash table with open addressing.
 class Numbering {
  public:
   Numbering(int64_t most, Scratch& scratch)
@@ -24,7 +25,7 @@ class Numbering {
         cells_(scratch.get<Cell>(2, int64_t{1} << bits_)) {
     std::memset(cells_, 0, sizeof(Cell) << bits_);
   }
-  // The number of an address; a new one gets `count`.
+  // The number of an address; a new address gets the number `count`.
   OPER_INLINE int64_t of(int64_t address, int64_t count) {
     const uint64_t mask = (uint64_t{1} << bits_) - 1;
     uint64_t at = (static_cast<uint64_t>(address) * 0x9E3779B97F4A7C15u) >> (64 - bits_);
@@ -46,7 +47,8 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   const int64_t n = batch.num_ids(table);
-  // This rank's arena ends with its outbox and begins after the previous arena.
+  // The addresses of this rank's rows lie between the previous arena's outbox and its own, see
+  // Arenas.
   const Arenas& arenas = *table.arenas;
   const size_t mine = static_cast<size_t>(
       std::find(arenas.rank.begin(), arenas.rank.end(), rank) - arenas.rank.begin());
@@ -64,7 +66,7 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   return -1;
 }
 
-// Counts rows read: own rows once per id, neighbours' rows once per distinct row.
+// Counts rows read: own rows once per id, peers' rows once per distinct row.
 void count_distinct(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
                     Scratch& scratch) {
   count_rows(table, rows.sources, rows.num_rows, kRows, scratch);

@@ -15,20 +15,21 @@
 namespace oper::host {
 
 namespace {
-constexpr uint32_t kMark = 0x7265706f;
-constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's turn
-// Bounds of a send window, the bytes in flight to one peer. Where several senders share a
-// receiver's link, windows larger than the link holds make TCP share it unequally: the sender with the
-// least share finishes last while other links idle (a quarter of the time, with four and eight
-// hosts). Small equal windows share it equally.
+constexpr uint32_t kMark = 0x7265706f;    // of the headers of this protocol ("oper")
+constexpr int64_t kTurnBytes = 64 << 10;  // sent to one peer before the next peer has its turn
+// A send window is the number of bytes in flight to one peer. If several senders share a receiver's
+// link with windows larger than what the link holds, TCP shares it unequally: the sender with the
+// smallest share finishes last while other links idle (a quarter of the time, with four and eight
+// hosts). Small equal windows share it equally. These are the bounds:
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
-// Least window in segments (64 KiB each on loopback): receivers delay the ACK of fewer than two.
+// At least this many TCP segments (64 KiB each on loopback), since receivers delay the ACK of a
+// single one.
 constexpr int64_t kLeastSegments = 4;
 constexpr double kBdpMultiple = 2;  // window size as a multiple of the bandwidth-delay product
-// Above this round-trip time TCP sizes the window, since wmem_max would cap an explicit one.
+// Above this round-trip time TCP chooses the window, since wmem_max limits one that is set.
 constexpr int64_t kWideUs = 1000;
 constexpr int64_t kMinSampleBytes = 256 << 10;  // smaller exchanges are too short to measure a rate
-constexpr double kRateDecay = 0.9;              // of the rate's estimate, per exchange
+constexpr double kRateDecay = 0.9;              // factor of the estimated rate after each exchange
 
 int64_t now_ns() { return PhaseTimes::now_ns(); }
 
@@ -36,7 +37,7 @@ int64_t now_ns() { return PhaseTimes::now_ns(); }
 struct Path {
   int64_t round_trip_us;  // the shortest so far
   int64_t least_window;   // bytes
-  // Whether `Sockets` sets the window: only if the kernel has an estimate, and it is short.
+  // Whether the window is set here and not by TCP.
   bool sets_window() const { return round_trip_us <= kWideUs; }
 };
 
@@ -71,9 +72,9 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
   for (size_t r = 0; r < peers_.size(); ++r) {
     Peer& peer = peers_[r];
     if (peer.fd >= 0) {
-      peer.head_out = {kMark, sequence_, send_bytes[r]};
-      peer.head_sent = send_bytes[r] > 0 ? 0 : sizeof(Head);
-      peer.head_got = recv_bytes[r] > 0 ? 0 : sizeof(Head);
+      peer.header_out = {kMark, sequence_, send_bytes[r]};
+      peer.header_sent = send_bytes[r] > 0 ? 0 : sizeof(Header);
+      peer.header_got = recv_bytes[r] > 0 ? 0 : sizeof(Header);
       peer.out = send;
       peer.in = recv;
       peer.out_left = send_bytes[r];
@@ -88,13 +89,13 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
   return true;
 }
 
-// Sends as much as the connection accepts, at most one turn.
+// Sends as much as the connection accepts, at most kTurnBytes and the header.
 Sockets::Result Sockets::push(Peer& peer) {
   while (peer.sends()) {
-    const size_t head = sizeof(Head) - peer.head_sent;
-    iovec parts[2] = {{reinterpret_cast<char*>(&peer.head_out) + peer.head_sent, head},
-                      {const_cast<char*>(peer.out),
-                       static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
+    const size_t header = sizeof(Header) - peer.header_sent;
+    iovec parts[2] = {
+        {reinterpret_cast<char*>(&peer.header_out) + peer.header_sent, header},
+        {const_cast<char*>(peer.out), static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
@@ -102,10 +103,10 @@ Sockets::Result Sockets::push(Peer& peer) {
     if (n < 0 && errno == EINTR) continue;
     if (is_full(n)) return Result::kWaits;
     if (n < 0) return Result::kLost;
-    const size_t of_head = std::min(head, static_cast<size_t>(n));
-    peer.head_sent += of_head;
-    peer.out += n - static_cast<ssize_t>(of_head);
-    peer.out_left -= n - static_cast<ssize_t>(of_head);
+    const size_t of_header = std::min(header, static_cast<size_t>(n));
+    peer.header_sent += of_header;
+    peer.out += n - static_cast<ssize_t>(of_header);
+    peer.out_left -= n - static_cast<ssize_t>(of_header);
     return peer.sends() ? Result::kWaits : Result::kDone;
   }
   return Result::kDone;
@@ -113,19 +114,19 @@ Sockets::Result Sockets::push(Peer& peer) {
 
 Sockets::Result Sockets::pull(Peer& peer) {
   while (peer.receives()) {
-    const bool is_head = peer.head_got < sizeof(Head);
-    char* to = is_head ? reinterpret_cast<char*>(&peer.head_in) + peer.head_got : peer.in;
+    const bool is_header = peer.header_got < sizeof(Header);
+    char* to = is_header ? reinterpret_cast<char*>(&peer.header_in) + peer.header_got : peer.in;
     const size_t most =
-        is_head ? sizeof(Head) - peer.head_got : static_cast<size_t>(peer.in_left);
+        is_header ? sizeof(Header) - peer.header_got : static_cast<size_t>(peer.in_left);
     const ssize_t n = recv(peer.fd, to, most, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (is_full(n)) return Result::kWaits;
     if (n <= 0) return Result::kLost;
-    if (is_head) {
-      peer.head_got += static_cast<size_t>(n);
-      const Head& head = peer.head_in;
-      if (peer.head_got == sizeof(Head) &&
-          (head.mark != kMark || head.sequence != sequence_ || head.bytes != peer.in_bytes))
+    if (is_header) {
+      peer.header_got += static_cast<size_t>(n);
+      const Header& header = peer.header_in;
+      if (peer.header_got == sizeof(Header) &&
+          (header.mark != kMark || header.sequence != sequence_ || header.bytes != peer.in_bytes))
         return Result::kUnexpected;
     } else {
       peer.in += n;
@@ -140,8 +141,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
   const size_t W = peers_.size();
   std::vector<pollfd> waits;
   std::vector<size_t> whose;
-  // Everything is tried once, then what the kernel says is ready. Each rank begins with the next
-  // one, so that not all of them send to the same one first.
+  // Tries all peers once, then those that the kernel reports as ready. Each rank begins with the
+  // rank after it, so that not all send to the same one first.
   for (bool is_first = true;; is_first = false) {
     waits.clear();
     whose.clear();
@@ -162,12 +163,12 @@ Sockets::Result Sockets::run(int timeout_ms) {
       const int64_t left = (deadline - now_ns()) / 1'000'000;
       const int n = poll(waits.data(), waits.size(), static_cast<int>(std::max<int64_t>(0, left)));
       if (n <= 0 && now_ns() >= deadline) return Result::kWaits;
-      if (n <= 0) continue;  // a signal
+      if (n <= 0) continue;  // interrupted by a signal
     }
     for (size_t k = 0; k < waits.size(); ++k) {
       if (waits[k].revents == 0) continue;
       Peer& peer = peers_[whose[k]];
-      // Read first: a received header explains a failure better than a failed send does.
+      // Receives first: a wrong header says more about an error than a failed send does.
       for (const Result found : {pull(peer), push(peer)})
         if (found == Result::kLost || found == Result::kUnexpected) {
           culprit_ = static_cast<int64_t>(whose[k]);
@@ -177,8 +178,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
   }
 }
 
-// Sets each window to about the bandwidth-delay product: the recent send rate times the shortest
-// round trip, divided among all peers.
+// Sets each window to kBdpMultiple times the bandwidth-delay product (the recent rate of sending
+// times the shortest round trip), divided by the number of peers.
 void Sockets::fit_windows() {
   bytes_per_ns_ *= kRateDecay;
   if (sent_ < kMinSampleBytes || peers_.size() < 2) return;

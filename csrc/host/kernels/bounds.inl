@@ -1,8 +1,9 @@
 // Bounds of bags from their lengths. Part of kernels.inl.
 //
-// Writing all bounds first, eight bytes each and by one thread, would take a tenth of the time of a
-// lookup with one id per bag. Instead one pass only sums the lengths of blocks, and the code that
-// pools a block computes its bounds in the first-level cache and also writes them to memory.
+// If one thread wrote all bounds (8 bytes each) before a lookup with one id per bag, that would
+// take a tenth of the lookup's time. Instead, it only sums the lengths of blocks of kTaskBags bags.
+// The thread that pools a block then computes the block's bounds in the first-level cache, and
+// writes them to memory for the backward pass.
 
 template <class Length>
 int64_t start_blocks(const Length* lengths, int64_t num_keys, int64_t size, int64_t* offsets) {
@@ -22,7 +23,7 @@ int64_t start_blocks(const Length* lengths, int64_t num_keys, int64_t size, int6
     }
   }
   offsets[num_keys * size] = sum;
-  // Sums of smaller lengths do not overflow, and no batch has so many ids.
+  // Sums of lengths below 2^32 do not overflow, and no batch has bags that long.
   return static_cast<uint64_t>(signs) >> 32 != 0 ? -1 : sum;
 }
 
@@ -35,7 +36,7 @@ int64_t start_bounds(const void* lengths, bool are_32_bit, int64_t num_keys, int
                     : start(static_cast<const int64_t*>(lengths));
 }
 
-// out[i] = first + the lengths before i, for i in [0, n].
+// out[i] = first + lengths[0] + ... + lengths[i - 1], for i in [0, n].
 template <class Length>
 OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t* out) {
   int64_t i = 0;
@@ -60,8 +61,8 @@ OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t
   out[n] = first;
 }
 
-// Stores entire cache lines, bypassing the caches. No other thread may access these bounds
-// meanwhile.
+// Copies bounds to memory, whole cache lines past the caches. No other thread may access these
+// lines at the same time.
 OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(to) % 64 == 0)
@@ -71,7 +72,7 @@ OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   std::copy(from + i, from + n, to + i);
 }
 
-// A block of at most kTaskBags bags whose bounds have not been computed yet.
+// Computes the bounds of a block of at most kTaskBags bags.
 struct NewBounds {
   alignas(64) int64_t bounds[kTaskBags + 1];
   FeatureBags bags;

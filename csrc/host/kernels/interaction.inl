@@ -1,4 +1,5 @@
-// Dot products between the rows of a sample, as DLRM's interaction takes them. Part of kernels.inl.
+// DLRM's interaction: the dot products of the rows of a sample with each other. Part of
+// kernels.inl.
 
 #if defined(OPER_KERNELS_AVX512)
 
@@ -36,13 +37,13 @@ OPER_INLINE void transpose(Lanes (&block)[16]) {
   }
 }
 
-// Stores lanes [first, last) to p[first], ...; writes nothing else.
+// Stores lanes [first, last) to p[first, last), and writes nothing else.
 OPER_INLINE void store_between(float* p, const Lanes& v, int first, int last) {
   const __mmask16 mask = static_cast<__mmask16>((0xffffu << first) & ~(0xffffffffu << last));
   _mm512_mask_storeu_ps(p, mask, reinterpret_cast<const __m512&>(v));
 }
 
-constexpr int kBlockRows = 8, kBlockVectors = 2;  // block of products in registers
+constexpr int kBlockRows = 8, kBlockVectors = 2;  // of a block of products that registers hold
 
 #else
 
@@ -69,8 +70,8 @@ constexpr int kBlockRows = 4, kBlockVectors = 1;
 
 #endif
 
-// Transposes rows that are `from_stride` floats apart: row r, column k goes to to[k * to_stride +
-// r], r < width; zeros beyond the rows.
+// Transposes a matrix of num_rows rows that are `from_stride` floats apart: row r, column k goes to
+// to[k * to_stride + r]. For r in [num_rows, width) writes zeros.
 OPER_INLINE void as_columns(const float* rows, int64_t from_stride, int num_rows, int dim, int width,
                             float* to, int64_t to_stride) {
   for (int r = 0; r < width; r += 16) {
@@ -95,8 +96,8 @@ OPER_INLINE void as_columns(const float* rows, int64_t from_stride, int num_rows
   }
 }
 
-// Products of R rows with V vectors of columns. Each is summed in the order of the columns, so that it
-// depends on its two rows alone.
+// Adds to `sum` the dot products of R rows with 16 * V rows that are stored as columns, see
+// `as_columns`. Each is summed in the order of the dims, so that it depends on its two rows only.
 template <int R, int V>
 OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, int dim, int width,
                           Lanes (&sum)[R][V]) {
@@ -109,8 +110,8 @@ OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, in
   }
 }
 
-// Products of the rows [i, i + R) with the rows [j, j + 16 * V). Stores those above the diagonal to
-// `out`, which has the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
+// Dot products of the rows [i, i + R) with the rows [j, j + 16 * V). Stores those above the
+// diagonal to `out`, in which pairs are in the order (0, 1), (0, 2), ..., (1, 2), ...
 template <int R, int V>
 OPER_INLINE void multiply_block(const float* rows, const float* columns, int num_rows, int dim,
                                 int width, int i, int j, float* out) {
@@ -130,7 +131,8 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   }
 }
 
-// Calls body(number of rows, a constant expression; first row) for blocks of rows before `last`.
+// Calls body(number of rows as an integral_constant, first row) for blocks of the rows below
+// `last`. The last block may extend beyond it.
 template <class Body>
 OPER_INLINE void for_row_blocks(int last, Body body) {
   int i = 0;
@@ -138,7 +140,7 @@ OPER_INLINE void for_row_blocks(int last, Body body) {
   for (; i < last; i += 4) body(std::integral_constant<int, 4>{}, i);
 }
 
-// Likewise for vectors of 16 columns from `first` on.
+// Likewise body(number of vectors of 16 columns, first column) for the columns [first, width).
 template <class Body>
 OPER_INLINE void for_vector_blocks(int first, int width, Body body) {
   int j = first;
@@ -165,8 +167,8 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
   }
 }
 
-// The gradient of `interact` for one sample: that of row i is the sum over j of the gradient of
-// pair (i, j) times row j; the first row, which is stored apart, also gets that of its copy.
+// The gradient of row i is the sum over j of the gradient of pair (i, j) times row j. That of the
+// first row also has the gradient of its copy in the output.
 void interact_gradient(const float* first, const float* others, const float* gradient, int num_rows,
                        int dim, float* first_out, float* others_out, Scratch& scratch) {
   const int width = (dim + 15) / 16 * 16;
@@ -204,7 +206,8 @@ void interact_gradient(const float* first, const float* others, const float* gra
   for (int k = 0; k < dim; ++k) first_out[k] += gradient[k];
 }
 
-// Products of the rows [i, i + R) with samples, which are stored as columns: to[r * width + s].
+// Dot products of the rows r in [i, i + R) with one row of each sample s, which are stored as
+// columns. Written to to[r * width + s].
 template <int R, int V>
 OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* samples, int dim,
                                   int width, int i, float* to) {
@@ -217,7 +220,8 @@ OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* 
       *reinterpret_cast<Loose*>(to + static_cast<int64_t>(r) * width + 16 * v) = sum[r - i][v];
 }
 
-// Products, sample by sample, of a row with R others, `next` floats apart: to[r * width + s].
+// Dot products, for each sample s, of one of its rows with R others. Rows are stored as columns,
+// `next` floats apart. Written to to[r * width + s].
 template <int R>
 OPER_INLINE void multiply_own(const float* one, const float* others, int64_t next, int dim, int width,
                               float* to) {
@@ -233,7 +237,7 @@ OPER_INLINE void multiply_own(const float* one, const float* others, int64_t nex
   }
 }
 
-// Own rows are transposed: a vector holds one column of 16 samples. Shared rows are not.
+// The samples' own rows are transposed, so that a vector holds one column of 16 samples.
 void interact_shared(const float* shared, int num_shared, const float* const* own, int num_own,
                      int num_samples, int dim, float* out, Scratch& scratch) {
   const int width = (num_samples + 15) / 16 * 16;

@@ -1,19 +1,22 @@
-// Body of kernels_*.cpp. Define OPER_KERNELS (a namespace), OPER_KERNELS_TABLE, OPER_KERNELS_NAME.
-// No include guard and no includes: the including file has them, before its target pragma.
+// The kernels, included by each kernels_*.cpp, which defines OPER_KERNELS (a namespace),
+// OPER_KERNELS_TABLE and OPER_KERNELS_NAME. Headers are in kernels.h, which says why.
 
 namespace oper::host {
 namespace OPER_KERNELS {
 
-// 16 lanes; the compiler splits them into what the target has. `Loose` may be unaligned.
+// 16 lanes, which the compiler splits into the registers that the target has. `Loose` may be
+// unaligned.
 typedef float Lanes __attribute__((vector_size(64)));
 typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
 constexpr int kMaxVectors = 64;     // dim <= 1024
-constexpr int64_t kPrefetch = 48;   // rows ahead at most; 40 and 48 measured equal, 24 slower
-constexpr int64_t kBlockIds = 256;  // ids resolved at a time; 64 and 128 measured slower
-constexpr int64_t kIdsAhead = 256;  // ids ahead that are fetched
+// How many ids before its use a row is prefetched, at most; 40 and 48 took the same time, 24 took
+// longer.
+constexpr int64_t kPrefetch = 48;
+constexpr int64_t kBlockIds = 256;  // ids resolved at a time; with 64 and 128 lookups took longer
+constexpr int64_t kIdsAhead = 256;  // how many ids before its use an id is prefetched
 
 static_assert(kPrefetch <= kAddressesAhead);
 
@@ -43,7 +46,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::squares, OPER_KERNELS::keep, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
-                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
+                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::remote_rows,
                                     OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
                                     OPER_KERNELS::find_keys, OPER_KERNELS::victim, OPER_KERNELS::draw_row,
                                     OPER_KERNELS::spread, OPER_KERNELS::add_up,

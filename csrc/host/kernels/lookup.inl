@@ -2,7 +2,8 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// Adds a stored row in the way of FBGEMM's lookups for inference.
+// Adds the row at address `at` times its weight to `row`, rounded as in FBGEMM's lookups for
+// inference.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   const E* p = reinterpret_cast<const E*>(at);
@@ -20,15 +21,18 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
 // Replaces the element type of a table whose rows have several types.
 struct Mixed {};
 
-// Prefetches a row of one of several types, the widest of `most` bytes, in the same number of steps
-// for all, since a branch on the type would be mispredicted. Narrow rows repeat their last line.
+// Prefetches a row of a table with several types, whose widest rows have `most` bytes. Takes the
+// same number of steps for all types, since a branch on the type would be mispredicted: for narrow
+// rows the last line is prefetched repeatedly.
 OPER_INLINE void prefetch_marked(RowPlace at, int64_t most) {
   const int64_t last = at.last_byte();
   for (int64_t k = 0; k < most; k += 64) __builtin_prefetch(at.row() + std::min(k, last), 0, 3);
   __builtin_prefetch(at.row() + last, 0, 3);
 }
 
-// Pools rows of codes with FBGEMM's roundings: sums begin at zero, means multiply by 1 / length.
+// Pools a bag of `n` rows of codes, rounded as by FBGEMM: the sum begins with zero, and for mean
+// pooling it is multiplied by 1 / n. `at`: addresses, of which the rows up to `ahead` after the bag
+// are prefetched; `w`: weights of the ids.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {
@@ -42,17 +46,18 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Pools rows of numbers. kNear: the rows are in the cache.
-template <int N, bool kWeighted, bool kNear, class E>
+// The same for rows of numbers. The sum begins with the first row, and for mean pooling is divided
+// by n. kCached: rows are in the cache, and not prefetched.
+template <int N, bool kWeighted, bool kCached, class E>
 OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
                               int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
   const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
-  if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
+  if (!kCached) prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
   row.load(reinterpret_cast<const E*>(at[0]), dim);
   if (kWeighted) row.scale(w[0], dim);
   for (int64_t i = 1; i < n; ++i) {
-    if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
+    if (!kCached) prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
     const E* p = reinterpret_cast<const E*>(at[i]);
     if (kWeighted) {
       row.add_scaled(p, w[i], dim);
@@ -75,7 +80,7 @@ OPER_INLINE void with_type(RowType type, Body body) {
   }
 }
 
-// Pools rows of several types in one table, each by its type, with the roundings of `pool_codes`.
+// The same for a table with rows of several types, rounded as in `pool_codes`.
 template <int N, bool kWeighted>
 OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {
@@ -92,8 +97,8 @@ OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Selects the places, of n, that have rows of a type: writes their addresses and indices, which
-// need space for 8 more, and returns their number.
+// Selects those of `n` RowPlaces that have rows of a type: writes their addresses to `rows` and
+// their indices to `which` (which need space for 8 more), and returns their number.
 OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int64_t* rows,
                                 int64_t* which) {
   int64_t count = 0;
@@ -121,8 +126,8 @@ OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int6
   return count;
 }
 
-// Bags of one id each. Groups of bags are processed type by type, since in the order of the bags the
-// branch on each row's type would often be mispredicted.
+// Pools bags of one id each of a table with several types, kSome bags at a time and these type by
+// type: in the order of the bags, the branch on each row's type would often be mispredicted.
 template <int N, bool kWeighted, bool kStream>
 OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float* w,
                               int64_t num_bags, int64_t ahead, float* out, int64_t stride) {
@@ -130,7 +135,7 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   alignas(64) int64_t rows[kSome + 8], which[kSome + 8];
   const int dim = table.dim;
   const int64_t most = table.row_bytes(), *last = at + num_bags - 1;
-  // Behind a batch's last id its place is repeated, and need not be prefetched.
+  // After a batch's last id, `at` repeats its place, which need not be prefetched again.
   const int64_t end = num_bags + (last[0] == last[1] && last[0] == last[ahead] ? 0 : ahead);
   for (int64_t b = 0; b < num_bags; b += kSome) {
     const int64_t n = std::min(kSome, num_bags - b);
@@ -151,7 +156,9 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   }
 }
 
-template <int N, bool kWeighted, bool kStream, bool kNear, class E>
+// Pools bags of one feature into rows `stride` floats apart. `addresses`: from the first bag's
+// first id on; `offsets` [num_bags + 1] are indices of `weights`, which belong to the whole batch.
+template <int N, bool kWeighted, bool kStream, bool kCached, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
@@ -168,7 +175,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
     const float* w = kWeighted ? weights + offsets[b] : nullptr;
-    Row<N> row;  // filled in place: copying one of any dim moves 64 vectors
+    Row<N> row;  // filled in place, since copying it would move 64 vectors if N is 0
     if (n == 0) {
       row.zero(dim);
     } else if constexpr (std::is_same_v<E, Mixed>) {
@@ -176,7 +183,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
-      pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
+      pool_numbers<N, kWeighted, kCached, E>(table, at, n, w, ahead, row);
     }
     at += n;
     if (kStream) {
@@ -187,14 +194,14 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   }
 }
 
-// Counts the rows at `addresses` by owner, in passes over numbers in the cache that the compiler
-// turns into vector code.
+// Counts the rows at `addresses` by the rank whose arena they are in: for each arena in a pass over
+// the addresses, which are in the cache, that the compiler vectorises.
 OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_t n, Moved kind,
                             Scratch& scratch) {
   int64_t* counts = scratch.rows_read(kind, table.index);
   const Arenas& arenas = *table.arenas;
   const size_t last = arenas.rank.size() - 1;
-  const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // without types
+  const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // removes the rows' types
   int64_t left = n;
   for (size_t k = 0; k < last && left > 0; ++k) {
     const int64_t end = arenas.outbox[k];
@@ -206,7 +213,7 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   counts[arenas.rank[last]] += left;
 }
 
-// As `for_blocks`, for a batch that was resolved ahead.
+// `for_blocks` for a batch that was resolved before.
 template <Moved kKind, class Body>
 void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   constexpr int64_t kCounted = 1024;  // ids whose addresses stay in the first-level cache
@@ -221,9 +228,9 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
   }
 }
 
-// Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
-// returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
-// `kPrefetch` ahead of the current bags, to give memory time to deliver the prefetched rows.
+// Calls body(begin, end, places of their ids) for consecutive ranges [begin, end) of bags. Returns
+// the first bad id's index in the batch, or -1. Ids are resolved a few at a time, but always
+// kPrefetch ids before they are needed, so that their rows can be prefetched.
 template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
@@ -234,7 +241,7 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
   const int64_t id_bytes = range.batch.ids_are_32_bit ? 4 : 8;
   const char* ids = static_cast<const char*>(range.batch.ids) + first * id_bytes;
-  int64_t room = 8 * kBlockIds;  // size of `addresses`, which hold those of ids [kept, resolved)
+  int64_t room = 8 * kBlockIds;  // size of `addresses`, which are those of the ids [kept, resolved)
   int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
   int64_t kept = 0, resolved = 0;
   for (int64_t b = range.begin, end; b < range.end; b = end) {
@@ -244,7 +251,7 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
       const int64_t n = std::min(kBlockIds, total - resolved);
       if (resolved + n - kept > room) {
         if (resolved + n - begin > room / 2) {
-          // A bag longer than the buffer.
+          // The bag is longer than the buffer.
           std::vector<int64_t> old(addresses + (begin - kept), addresses + (resolved - kept));
           room = 2 * (need - begin + kBlockIds);
           addresses = scratch.get<int64_t>(0, room + kPrefetch);
@@ -255,10 +262,11 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
         kept = begin;
       }
       int64_t* to = addresses + (resolved - kept);
-      if (range.bags.rows != nullptr) {  // found, and counted, by an exchange
+      if (range.bags.rows != nullptr) {  // already resolved, and counted
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
-        // Rows read in between hide from the hardware prefetcher that ids are read in sequence.
+        // The hardware prefetcher does not see that ids are read in sequence, since rows are read
+        // between.
         prefetch_row(ids + id_bytes * std::min(total, resolved + kIdsAhead), id_bytes * n);
         const int64_t bad =
             resolve(table.read, range.batch, first + resolved, n, total - resolved, to);
@@ -285,28 +293,28 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
 using PoolBlock = void (*)(const Table&, const int64_t* addresses, const int64_t* offsets,
                            const float* weights, int64_t num_bags, float* out, int64_t stride);
 
-// Whether most reads find rows in the core's own cache: few rows, each read again. Then
-// prefetching, which takes as many instructions as adding, does not pay off.
-OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
+// Whether most rows will be in the core's own cache, since there are few and each is read several
+// times. Then prefetching, which takes as many instructions as adding, does not pay off.
+OPER_INLINE bool is_cached(const Table& table, int64_t num_ids) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t rows = table.home.num_rows;
   return rows <= num_ids && rows * table.row_bytes() <= kBytes;
 }
 
-// The function that pools a block. Chosen once for a range of bags, not for every block.
+// The function that pools the blocks of a range of bags.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
-  const bool near = is_near(table, num_ids);
+  const bool cached = is_cached(table, num_ids);
   const auto choose = [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
-    constexpr bool kWhole = N != 0;  // rows in registers
+    constexpr bool kWhole = N != 0;  // a variant for cached rows exists only for rows in registers
     using E = decltype(element);
     if (is_weighted) {
       found = pool_block<N, true, false, false, E>;
     } else if (stream) {
-      found = near ? pool_block<N, false, true, kWhole, E> : pool_block<N, false, true, false, E>;
+      found = cached ? pool_block<N, false, true, kWhole, E> : pool_block<N, false, true, false, E>;
     } else {
-      found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
+      found = cached ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
     }
   };
   const auto with_width = [&](auto element) {

@@ -1,5 +1,7 @@
-// From ids to their order by home key, the id-only part of the backward pass. Part of kernels.inl.
+// Orders ids by home key, the part of the backward pass that depends on ids only. Part of
+// kernels.inl.
 
+// Passes of `radix_sort` for this many bits, at most 11 in each.
 int num_passes(int bits) { return (bits + 10) / 11; }
 
 // Stable LSD radix sort on bits [shift, shift + bits); returns the sorted array, `a` or `b`.
@@ -27,10 +29,12 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
   return a;
 }
 
+// Bits of the numbers below `count`.
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(keys of ids, their number, index of the first in the batch, their bag) for ranges of
-// one bag's ids, feature by feature of the table; returns the first bad id's index, or -1.
+// Calls body(home keys of ids, their number, index of the first in the batch, their bag) for ranges
+// of ids of one bag, over all features of the table; bags are numbered consecutively over the
+// features. Returns the first bad id's index, or -1.
 template <class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   constexpr int64_t kAtOnce = 512;
@@ -58,11 +62,13 @@ int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   return -1;
 }
 
-// Memory for one table's order, taken in pieces from the caller's memory, or from scratch if null.
+// Memory for the arrays of one table's order, from base + memory on or, if base is null, from
+// scratch.
 class OrderMemory {
  public:
   OrderMemory(char* base, int64_t memory, Scratch& scratch)
       : base_(base), at_(memory), scratch_(scratch) {}
+  // Returns `count` items and writes their place, see TableOrder::at. `slot`: of the scratch.
   template <class T>
   T* take(int slot, int64_t count, int64_t* place) {
     if (base_ == nullptr) {
@@ -81,11 +87,11 @@ class OrderMemory {
   Scratch& scratch_;
 };
 
-// Contiguous ids, in the order of the input.
+// A list of ids, in the order of the input.
 struct BagIds {
-  uint32_t* keys;  // home keys
+  uint32_t* keys;      // home keys
   uint32_t* bags;
-  int64_t* positions;  // in the batch; with weights only
+  int64_t* positions;  // indices in the batch; null without weights
   int64_t n = 0;
   // Adds `count` ids of a bag; `first`: index of the first in the batch.
   OPER_INLINE void add(const uint32_t* key, int64_t count, int64_t first, uint32_t bag) {
@@ -98,7 +104,7 @@ struct BagIds {
   }
 };
 
-// Keys and bags in the order of the input, for tables whose sums fit the cache.
+// Keys and bags in the order of the input, for `reduce_dense`.
 int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memory,
                       TableOrder& order) {
   BagIds ids{memory.take<uint32_t>(0, order.n, &order.keys),
@@ -109,7 +115,7 @@ int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memor
   });
 }
 
-// Sorts pairs of (key, payload), packed into K.
+// Pairs (key, payload), packed into a K each and sorted by key.
 template <class K>
 int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memory,
                        Scratch& scratch, TableOrder& order) {
@@ -123,7 +129,7 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
     bags = memory.take<uint32_t>(1, order.n, &order.bags);
     positions = memory.take<int64_t>(5, order.n, &order.positions);
   }
-  // Every pass of the sort swaps the arrays: begin with the one that makes it end in `result`.
+  // Every pass of the sort swaps the arrays: this choice makes it end in `result`.
   K* pairs = num_passes(order.key_bits) % 2 ? spare : result;
   int64_t at = 0;
   const int64_t bad = for_keys(
@@ -148,7 +154,7 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
   if (bad >= 0) return bad;
   order.n = at;
   const K* sorted = radix_sort(pairs, pairs == result ? spare : result, at, shift, order.key_bits);
-  if (sorted != result) std::copy(sorted, sorted + at, result);  // too few to sort
+  if (sorted != result) std::copy(sorted, sorted + at, result);  // fewer than two are not sorted
   order.num_rows = at > 0 ? 1 : 0;
   for (int64_t i = 1; i < at; ++i)
     order.num_rows += (result[i] >> shift) != (result[i - 1] >> shift);
@@ -168,7 +174,7 @@ int64_t arrange(const Table& table, const Batch& batch, char* base, int64_t plac
     memory.take<uint32_t>(2, 0, &order.pairs);
     return -1;
   }
-  // Sums of a small table stay in the cache, which then beats sorting.
+  // If the gradients of all rows fit the cache, adding them up there takes less time than sorting.
   constexpr int64_t kDenseBytes = 256 << 10;
   const int64_t rows = table.home.num_rows;
   if (!table.has_push && rows * table.gradient_bytes() <= kDenseBytes && rows <= 4 * order.n)

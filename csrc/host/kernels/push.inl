@@ -1,8 +1,10 @@
-// Push mode: owners pool what they hold of each bag. Part of kernels.inl.
+// Exchange mode push: owners pool their rows of each bag. Part of kernels.inl.
 //
-// Forward: a reader publishes, per owner, the slots and bags of its ids in pushed tiers; owners pool
-// them into one partial sum per bag; the reader adds these in rank order to its own partial sum.
-// Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
+// Forward: a reader writes the slots and bags of its ids in pushed tiers to its outbox, by owner
+// (`request`). Each owner pools its rows into one partial sum per bag (`pool_for`). The reader adds
+// these sums, in rank order, to the sum of the rows that it reads itself (`pool_pushed`). Backward:
+// the reader writes the same requests and the gradients of its bags (`stage`). The owners sum them
+// by row (`reduce_pushed`).
 
 // Lists the ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
 int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
@@ -54,7 +56,7 @@ int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& sc
   return kReduceOk;
 }
 
-// One rank's requests to this rank.
+// A reader's requests to this rank.
 struct Requests {
   const uint32_t* slots;
   const uint32_t* bags;
@@ -116,21 +118,21 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   return true;
 }
 
-struct Partial {
+struct Partial {  // an owner's partial sums for this rank
   const uint32_t* bags;
   const float* rows;
   int64_t at, end;
 };
 
-// Addresses of the rows of ids, 0 for those in pushed tiers.
+// Addresses of the rows of the ids [first, first + n) of a batch, 0 for those in pushed tiers.
 const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Batch& batch,
                            int64_t first, int64_t n, Scratch& scratch) {
-  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // from an exchange
+  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // already resolved
   int64_t* rows = scratch.get<int64_t>(0, 2 * n);
   uint32_t* keys = scratch.get<uint32_t>(1, n);
   resolve(table.home, batch, first, n, n, keys);
   resolve(table.read, batch, first, n, n, rows);
-  int64_t* read = rows + n;  // contiguous, to be counted
+  int64_t* read = rows + n;  // without those in pushed tiers, for `count_rows`
   int64_t num_read = 0;
   for (int64_t i = 0; i < n; ++i) {
     const bool pushed = table.is_pushed_key(keys[i]);
@@ -200,8 +202,8 @@ bool stage(Context& context, int32_t index, const Batch& batch) {
   return true;
 }
 
-// Sums the gradients of one rank's requests by row, in that rank's order. K packs (slot, payload);
-// the payload is the bag, or with weights the index of the id.
+// Sums the gradients of one rank's requests by row, in the order of the requests. K: type of packed
+// pairs (slot, payload); the payload is the bag or, with weights, the index of the request.
 template <int N, class K>
 void reduce_requests(const Table& table, const Requests& in, int slot_bits, int payload_bits,
                      PushedRows& out, Scratch& scratch) {
@@ -252,7 +254,7 @@ void reduce_pushed(Context& context, int32_t index, int32_t reader, Scratch& scr
   PushedRows& out = table.pushed[reader];
   const int64_t slots = table.owner_begin[context.rank + 1] - table.owner_begin[context.rank];
   const int slot_bits = bits_for(static_cast<uint64_t>(slots));
-  // Bags ascend.
+  // Bags ascend, so that the last one is the largest.
   const int payload_bits =
       bits_for(static_cast<uint64_t>(in.weights || in.n == 0 ? in.n : in.bags[in.n - 1] + 1));
   with_row_width(table.dim, [&](auto width) {

@@ -1,4 +1,4 @@
-// Rows of 8-bit and 4-bit codes as vectors; see RowType. Part of kernels.inl.
+// Rows of 8-bit and 4-bit codes in vector registers, see common/elements.h. Part of kernels.inl.
 
 template <class E>
 constexpr bool kIsCodes = false;
@@ -8,7 +8,7 @@ template <>
 constexpr bool kIsCodes<Int4> = true;
 
 template <class E>
-constexpr int kCodeBytes = 16;  // of 16 columns
+constexpr int kCodeBytes = 16;  // bytes of 16 columns
 template <>
 constexpr int kCodeBytes<Int4> = 8;
 

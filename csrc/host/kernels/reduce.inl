@@ -1,6 +1,6 @@
-// Backward: from bag gradients to one gradient per row. Part of kernels.inl.
+// Backward: sums the gradients of bags by row. Part of kernels.inl.
 
-// Gradient of a bag; bags are numbered consecutively over the table's features.
+// Gradient of a bag. Bags are numbered consecutively over the table's features.
 OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, int64_t bag) {
   const FeatureBags* feature = &batch.features[table.features[0]];
   for (size_t k = 1; bag >= feature->num_bags; ++k) {
@@ -19,8 +19,9 @@ struct TableBatch {
   const int64_t* positions = TableOrder::at<const int64_t>(base, order.positions);
 };
 
-// ---- backward: emit reduced rows in key order --------------------------------------------------
+// ---- the outbox --------------------------------------------------------------------------------
 
+// Writes one table's summed gradients to this rank's outbox, in ascending order of home keys.
 class Outbox {
  public:
   // Allocates space for `count` rows of `table`; `ok()` is false if there was not enough.
@@ -37,27 +38,29 @@ class Outbox {
     rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
   }
   bool ok() const { return ok_; }
-  // Whether to write rows past the caches: they fill whole lines, and a batch has already needed
-  // more of them than the cache keeps until their owners read them.
+  // Whether rows should bypass the caches when they are written: if the outboxes of a batch do not
+  // fit the last-level cache, they will not be there when owners read them. Only for rows of whole
+  // lines.
   bool streams(const Context& context) const {
     const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
     return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
            reinterpret_cast<uintptr_t>(rows_) % 64 == 0;
   }
-  // Where to store the row of the next key, which is larger than all before.
+  // Where to store the row of `key`, which is larger than all before.
   OPER_INLINE float* next(int64_t key) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_++) * dim_;
   }
-  // Returns the same for `key` if `is_next`, otherwise the place of the last key again; does not
-  // branch on `is_next`.
+  // The same if `is_next`; otherwise, for the same key as in the last call, its place again. Does
+  // not branch on `is_next`.
   OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     count_ += is_next;
     slots_[count_ - 1] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_ - 1) * dim_;
   }
+  // Called after the last row.
   void close() {
     while (owner_ < world_size_) begin_[++owner_] = count_;
   }
@@ -74,9 +77,10 @@ class Outbox {
   bool ok_ = false;
 };
 
-// ---- backward: small tables, accumulated in place ----------------------------------------------
+// ---- small tables: sums of all rows in the cache -----------------------------------------------
 
-// Sums in the order of the input, as the sorted path does, so both give the same bits.
+// Sums in the order of the input, as `reduce_sorted` does, so that both give the same bits. Returns
+// false if the outbox is full.
 template <int N>
 bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
                   Scratch& scratch) {
@@ -86,7 +90,7 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   float* sums = scratch.get<float>(2, num_rows * dim);
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
-  // Rows of bags are `output_columns` apart, too far for the hardware prefetcher.
+  // The bags' gradients are `output_columns` apart, too far for the hardware prefetcher.
   const int64_t row_bytes = table.gradient_bytes();
   const int64_t ahead = rows_ahead(row_bytes, 12);
   int64_t i = 0;
@@ -102,7 +106,7 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
     for (; i < end; ++i) {
       const uint32_t key = in.keys[i];
       float* sum = sums + static_cast<int64_t>(key) * dim;
-      Row<N> value;  // of any dim: copying the whole object would move 64 vectors
+      Row<N> value;  // not copied as a whole, which would move 64 vectors if N is 0
       for (int k = 0; k < Row<N>::vectors(dim); ++k) value.v[k] = g.v[k];
       if (in.positions) value.scale(batch.weights[in.positions[i]], dim);
       if (seen[key]) value.add(sum, dim);
@@ -121,11 +125,11 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   return true;
 }
 
-// ---- backward: everything else, sorted ---------------------------------------------------------
+// ---- other tables: sorted ids ------------------------------------------------------------------
 
-// Copies the bags' gradients to contiguous rows, divided by the bag length if pooling is mean. In
-// the caller's layout rows are `output_columns` apart, which maps a table's columns to a fraction
-// of the cache sets; reading each row several times from there thrashes.
+// Copies the bags' gradients to contiguous rows, for mean pooling divided by the bag's length. In
+// the output's gradient, a table's rows are `output_columns` apart: they map to a fraction of the
+// cache's sets, so that a row read several times would often have been replaced.
 template <int N>
 void stage_gradients(const Table& table, const Batch& batch, float* to) {
   const int dim = table.dim;
@@ -146,14 +150,14 @@ void stage_gradients(const Table& table, const Batch& batch, float* to) {
   }
 }
 
-// Whether `stage_gradients` pays off: the gradients are read again, and stay in the cache until
-// then.
+// Whether `stage_gradients` pays off: if bags have at least two ids on average, or eight if the
+// copies do not fit the cache.
 OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes) {
   constexpr int64_t kBytes = 8 << 20;
   return num_ids >= (num_bags * row_bytes <= kBytes ? 2 : 8) * num_bags;
 }
 
-// K packs (key, payload), see TableOrder.
+// K: type of the packed pairs, see TableOrder. Returns false if the outbox is full.
 template <int N, class K, bool kWeighted>
 bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
                    Scratch& scratch) {
@@ -171,7 +175,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
                                       context.request_table(context.rank, index)->gradients_offset);
   } else if (table.features.size() == 1 && !table.mean &&
              batch.features[table.features[0]].gradient_stride == dim) {
-    staged = batch.features[table.features[0]].gradients;  // side by side already
+    staged = batch.features[table.features[0]].gradients;  // already contiguous
   } else if (table.mean || is_staged(n, in.order.num_bags, row_bytes)) {
     float* rows = scratch.get<float>(4, in.order.num_bags * dim);
     stage_gradients<N>(table, batch, rows);
@@ -186,8 +190,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
-  // The number of a row's occurrences is unpredictable: a branch on it costs more than storing a
-  // narrow row's sum after every one of its gradients.
+  // How often a row occurs cannot be predicted. For a narrow row, a mispredicted branch takes
+  // longer than storing the sum after each of its gradients.
   if constexpr (N != 0 && N <= 4) {
     Row<N> sum;
     sum.zero(dim);

@@ -1,9 +1,11 @@
-// From ids to places. Part of kernels.inl.
+// From ids to places, by the read map (addresses) or the home map (home keys), see
+// common/directory.h. Part of kernels.inl.
 
-constexpr int64_t kWordsAhead = 64;  // ids ahead whose head words are fetched
+// How many ids before its use a word of the head map is prefetched.
+constexpr int64_t kWordsAhead = 64;
 
-// Index of the first id outside [0, num_rows), or -1. The common case is one pass that the compiler
-// turns into vector code.
+// Index of the first id outside [0, num_rows), or -1. If there is none, it takes a single pass that
+// the compiler vectorises.
 template <class Id>
 int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   const uint64_t limit = static_cast<uint64_t>(num_rows);
@@ -16,9 +18,9 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   return i;
 }
 
-// `resolve` for one tier that is spread evenly over a power of two of ranks, with ids in order.
-// Returns whether all ids are valid. Places of invalid ids are computed but never used, without a
-// sign so that no number overflows.
+// `resolve` for ids in hotness order and a single tier whose period is a power of two. Returns
+// whether all ids are valid. The places of invalid ids are computed, too, but never used: in
+// unsigned numbers, since signed ones must not overflow.
 template <class Id, class Out>
 bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   const TierMap& tier = map.tiers[0];
@@ -49,7 +51,7 @@ bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   });
 }
 
-// Fetches the head word of an id that has not been checked yet.
+// Prefetches an id's word of the head map. The id may be invalid.
 template <class Id>
 OPER_INLINE void prefetch_word(const TableMap& map, Id id) {
   const uint64_t word = static_cast<uint64_t>(static_cast<int64_t>(id)) >> 5;
@@ -83,7 +85,8 @@ OPER_INLINE void store_places(uint32_t* out, __mmask8 some, __m512i places) {
   _mm256_mask_storeu_epi32(out, some, _mm512_cvtepi64_epi32(places));
 }
 
-// Entry `at` of base or step, for eight lanes. kRegisters: the number that hold all; 0 = in memory.
+// Entry `at` of FlatTiers::base or step, for eight lanes. kRegisters: number of registers, `first`
+// and `second`, that hold all entries; 0 = they are in memory.
 template <int kRegisters>
 OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i second, __m512i at) {
   if (kRegisters == 1) return _mm512_permutexvar_epi64(at, first);
@@ -91,9 +94,9 @@ OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i se
   return _mm512_i64gather_epi64(at, entries, 8);
 }
 
-// `resolve` for eight ids at a time: gathers load head words and listed positions, all else is in
-// registers. Quotients are computed in double, which is exact enough: offsets are below 2^32, so
-// (offset + 0.5) / period differs from every integer by more than the rounding error.
+// `resolve` for eight ids at a time. Only words and positions of the head map are gathered from
+// memory. Quotients are computed in double: offsets are below 2^32, so that (offset + 0.5) / period
+// differs from every integer by more than the rounding error.
 template <int kRegisters, bool kHead, class Id, class Out>
 int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const FlatTiers& flat = *map.flat;
@@ -107,7 +110,7 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
   const __m512i base1 = _mm512_loadu_si512(flat.base.data() + 8);
   const __m512i step0 = _mm512_loadu_si512(flat.step.data());
   const __m512i step1 = _mm512_loadu_si512(flat.step.data() + 8);
-  if (kHead && readable <= 2 * kWordsAhead)  // so few that none is fetched ahead
+  if (kHead && readable <= 2 * kWordsAhead)  // too few for the prefetch below
     for (int64_t k = 0; k < readable; ++k) prefetch_word(map, ids[k]);
   const int64_t* positions = reinterpret_cast<const int64_t*>(map.head.positions);
   for (int64_t i = 0; i < n; i += 8) {
@@ -168,8 +171,8 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
 
 #endif
 
-// Writes the places of ids[0..n); returns the first bad id's index, or -1. The ids up to `readable`
-// >= n come next: their head words are prefetched.
+// Writes the places of ids[0, n); returns the first bad id's index, or -1. The ids [n, readable)
+// will be resolved next: their words of the head map are prefetched.
 template <class Id, class Out>
 int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const bool is_even = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;

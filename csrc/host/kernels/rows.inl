@@ -1,12 +1,12 @@
-// Rows of embeddings as vectors. Part of kernels.inl.
+// Embedding rows in vector registers. Part of kernels.inl.
 
 // ---- rows as vectors ---------------------------------------------------------------------------
 
 #if defined(OPER_KERNELS_AVX512)
 
-// Loads `count` columns, with a mask: if they were copied to an array of whole lanes first, loading
-// it would wait for the store buffer. Four and eight columns have loads of that size, because a
-// masked load of a whole register touches the next cache line, which has not been fetched.
+// Loads `count` < 16 columns, the other lanes are 0. With a mask, since loading a copy that was
+// just stored would wait for the store. Not so for four and eight columns: a masked load also
+// accesses the next cache line, which has not been prefetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));
@@ -25,7 +25,7 @@ OPER_INLINE void store_part(float* p, const Lanes& v, int count) {
 
 OPER_INLINE Lanes load_part(const float* p, int count) {
   Lanes v = {};
-  // Constant sizes compile to single moves; the common small dims are multiples of four.
+  // The compiler turns copies of constant size into single moves; small dims are mostly 4 or 8.
   if (count == 8) {
     std::memcpy(&v, p, 32);
   } else if (count == 4) {
@@ -101,7 +101,7 @@ OPER_INLINE void stream_lanes(float* p, const Lanes& v) {
 #endif
 }
 
-// Makes streamed stores visible before what follows.
+// Makes stores of `stream_lanes` visible to other threads before later stores are.
 OPER_INLINE void finish_streaming() {
 #if defined(OPER_KERNELS_AVX512) || defined(OPER_KERNELS_AVX2)
   _mm_sfence();
@@ -116,7 +116,7 @@ OPER_INLINE Half add_halves(const Whole& v) {
   return low + high;
 }
 
-// A fixed tree, so that every instruction set gives the same bits.
+// In a fixed order, so that every instruction set gives the same bits.
 OPER_INLINE float sum_of_lanes(Lanes s) {
   typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
@@ -125,8 +125,8 @@ OPER_INLINE float sum_of_lanes(Lanes s) {
   return two[0] + two[1];
 }
 
-// A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N < 0: fewer than 16, in one
-// register. N == 0: any dim.
+// A row of `dim` floats. N > 0: exactly 16 * N columns, in registers. N < 0: fewer than 16 columns,
+// in one register. N == 0: any number of columns.
 template <int N>
 struct Row {
   Lanes v[N > 0 ? N : N < 0 ? 1 : kMaxVectors];
@@ -149,14 +149,14 @@ struct Row {
     for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i);
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim));
   }
-  // v += w * p, the product rounded first.
+  // v += w * p, with the product rounded before the addition.
   template <class E>
   OPER_INLINE void add_scaled(const E* p, float w, int dim) {
     const int n = full(dim);
     for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i) * w;
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
   }
-  // v += w * p, the product not rounded.
+  // v += w * p, rounded once.
   template <class E>
   OPER_INLINE void add_fused(const E* p, float w, int dim) {
     const int n = full(dim);
@@ -190,7 +190,7 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] = Lanes{};
   }
-  // If `start`, v becomes -0.0, so that x + v is x, bit for bit. Without a branch.
+  // If `start`, sets v to -0.0, so that v + x is bitwise x. Does not branch.
   OPER_INLINE void start_if(bool start, int dim) {
     const uint32_t keep = static_cast<uint32_t>(start) - 1, sign = ~keep & 0x80000000u;
     const int n = vectors(dim);
@@ -202,7 +202,8 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] += other.v[i];
   }
-  // Stores bypassing the caches, to a cache-line aligned address; rows must fill entire lines.
+  // Stores bypassing the caches, to an address aligned to a cache line; dim must be a multiple of
+  // 16.
   OPER_INLINE void stream(float* p, int dim) const {
     const int n = full(dim);
     for (int i = 0; i < n; ++i) stream_lanes(p + 16 * i, v[i]);
@@ -212,7 +213,7 @@ struct Row {
     for (int i = 0; i < n; ++i) *reinterpret_cast<Loose*>(p + 16 * i) = v[i];
     if (part(dim)) store_part(p + 16 * n, v[n], part(dim));
   }
-  // Elements rounded up or down at random; `random` has a number for every column.
+  // Stores elements with stochastic rounding; `random` has 16 random bits for every column.
   template <class E>
   OPER_INLINE void store_rounded(E* p, const uint16_t* random, int dim) const {
     const int n = vectors(dim);
@@ -240,21 +241,22 @@ struct Row {
   }
 };
 
-// Number of rows to prefetch: at most `most`, and few enough to take only a small part of the
-// caches.
+// How many rows before its use a row is prefetched: at most `most`, and so few that they take only
+// a small part of the cache.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
 }
 
-// To the second-level cache, which can fetch more lines at once than the first (24 on Zen 4, six
-// rows of 64 floats): rows of 333 MB in random order were copied at 20 ns a row instead of 31.
+// Prefetches into the second-level cache, which can fetch more lines at once than the first (the
+// first 24 on Zen 4, six rows of 64 floats): rows of a 333 MB table were copied in random order at
+// 20 ns a row instead of 31.
 OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 2);
 }
 
-// Does the same as `prefetch_row` for rows that may begin within a line and so touch one line more.
+// The same for rows that may begin within a cache line and so extend into one more.
 OPER_INLINE void prefetch_codes(const void* p, int64_t bytes) {
   prefetch_row(p, bytes);
   __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 2);
@@ -265,8 +267,8 @@ OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 1, 2);
 }
 
-// Calls body(std::integral_constant<int, N>) with N as `Row` takes it: dim / 16 when that fits
-// registers, -1 below 16 columns, else 0.
+// Calls body(std::integral_constant<int, N>{}) with the N of `Row` for this dim: dim / 16 if the
+// row fits registers, -1 below 16 columns, otherwise 0.
 template <class Body>
 OPER_INLINE auto with_row_width(int dim, Body body) {
   if (dim % 16 == 0) {
@@ -283,8 +285,7 @@ OPER_INLINE auto with_row_width(int dim, Body body) {
   return body(std::integral_constant<int, 0>{});
 }
 
-// Calls body(std::integral_constant<int, N>, E{}) with the width as above and the type of the table's
-// elements.
+// Calls body(std::integral_constant<int, N>{}, E{}), where E is the type of the table's elements.
 template <class Body>
 OPER_INLINE void with_rows(const Table& table, Body body) {
   with_row_width(table.dim, [&](auto width) {
@@ -300,7 +301,7 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
 
 OPER_INLINE bool is_finite(Float16 value) { return (value.bits & 0x7c00u) != 0x7c00u; }
 
-// A row's scale and bias, and the factor by which its numbers (less the bias) are multiplied.
+// A row's scale and bias, and the inverse of the scale: code = (number - bias) * inverse, rounded.
 struct CodedRange {
   Float16 scale, bias;
   float inverse;
@@ -317,11 +318,10 @@ struct CodedRange {
   }
 };
 
-// `numbers` [dim rounded up to 16] and `codes` [the same number of bytes] are scratch.
-template <class E>
+template <class E>  // of the numbers
 int64_t quantise_as(const QuantiseJob& job, float* numbers, uint8_t* codes) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
-  constexpr float kRound = 12582912.0f;  // 3 * 2^22: numbers below 2^22 become integers
+  constexpr float kRound = 12582912.0f;  // 3 * 2^22: adding it rounds small numbers to integers
   const int64_t dim = job.dim, whole = dim / 16 * 16, padded = round_up<int64_t>(dim, 16);
   const float largest = job.four_bits ? 15.0f : 255.0f;
   for (int64_t r = 0; r < job.num_rows; ++r) {

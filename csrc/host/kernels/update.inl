@@ -1,14 +1,15 @@
-// Merge of all ranks' gradients and the optimizer, at the owner. Part of kernels.inl.
+// What an owner does with the gradients of its rows: sums those of all ranks, and applies the
+// optimizer. Part of kernels.inl.
 
-// ---- update at the owner -----------------------------------------------------------------------
-
-struct Incoming {  // what one rank left for this owner
+// Gradients of one rank for rows of this owner; those before `at` have been used.
+struct Incoming {
   const uint32_t* slots;
   const float* rows;
   int64_t at, end;
 };
 
-// Updates the moments of Adam or LAMB and calls finish(i, step) for every vector of the row's step.
+// Updates the moments of Adam or LAMB, and calls finish(i, vector i of the row's step) for all
+// vectors.
 template <int N, class Finish>
 OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& g,
                                 float squares_of_row, const Row<N>& w, bool row_wise,
@@ -36,10 +37,11 @@ OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& 
   if (!row_wise) s.store(table.momentum2 + slot * dim, dim);
 }
 
-// One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its
-// squares over all columns of the row. FBGEMM's definitions, see optimizer.h. `random`: a number
-// for every column if rows are rounded, else null. `kScaled`: for optimizers with a velocity or a
-// trust ratio; their tables are not split by columns, so norms are those of `dim` columns.
+// One optimizer step of a row, see optimizer.h. `g`: its gradient, summed over the global batch;
+// `squares_of_row`: the sum of squares of the gradient over all columns of the row, for row-wise
+// optimizers; `random`: 16 random bits for every column of 16-bit rows, otherwise null. kScaled:
+// for the optimizers of `has_velocity_or_trust`, whose tables are not split by columns, so that
+// norms are those of `dim` columns.
 template <bool kScaled, int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
                                  float squares_of_row, const uint16_t* random) {
@@ -119,16 +121,16 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
   }
 }
 
-// Iterates over the gradients that all ranks left, row by row in ascending order of slots. Rows are
-// found some steps ahead of their use, and all their data is prefetched. Which ranks have a row
-// cannot be predicted, so nothing here branches on it.
+// Iterates over the rows for which any rank has a gradient, by ascending slot. Each row is found
+// some steps before its use, so that its data can be prefetched. Does not branch on which ranks
+// have a row, which cannot be predicted.
 class Merge {
  public:
   static constexpr int64_t kMostAhead = 16;
   struct Entry {
     int64_t slot;
-    int32_t count;  // number of ranks that have the row
-    const float* const* rows;  // rows of these ranks, in rank order
+    int32_t count;             // number of gradients
+    const float* const* rows;  // the gradients, in rank order
   };
 
   Merge(const Table& table, std::vector<Incoming>& in)
@@ -143,7 +145,8 @@ class Merge {
     while (found_ < ahead_ && find()) {
     }
   }
-  // Sets the next row, valid until the following call; returns false after the last row.
+  // Writes the next row to `entry`, valid until the following call; returns false after the last
+  // row.
   OPER_INLINE bool take(Entry* entry) {
     find();
     if (taken_ == found_) return false;
@@ -159,6 +162,7 @@ class Merge {
   static OPER_INLINE uint64_t slot_of(const Incoming& box) {
     return box.at < box.end ? box.slots[box.at] : kNone;
   }
+  // Finds one more row; returns false if there is none.
   OPER_INLINE bool find() {
     const size_t W = in_.size();
     uint64_t slot = kNone;
@@ -191,13 +195,13 @@ class Merge {
   std::vector<Incoming>& in_;
   int64_t row_bytes_, ahead_;  // number of rows found ahead
   bool has_row_state_;
-  std::vector<uint64_t> next_;      // [W] slots
+  std::vector<uint64_t> next_;      // [W], slot of the next gradient of each Incoming
   std::vector<const float*> rows_;  // [kRing, W]
   Entry ring_[kRing];
   int64_t found_ = 0, taken_ = 0;
 };
 
-// x + (-0.0) is bitwise x: the addend if only one rank has a row.
+// Added to a row's gradient if only one rank has one: x + (-0.0) is bitwise x.
 template <int N>
 struct Neutral {
   alignas(64) float v[16 * (N > 0 ? N : 1)];
@@ -206,8 +210,8 @@ struct Neutral {
   }
 };
 
-// Calls body(slot, gradient) for every row of this rank that any rank has a gradient for; gradients
-// are summed in rank order and scaled.
+// Calls body(slot, gradient) for each row in `in`, with the sum of its gradients in the order of
+// `in`, times gradient_scale.
 template <int N, class Body>
 void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, Body body) {
   const int dim = table.dim;
@@ -227,11 +231,12 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
   }
 }
 
-// Returns what each rank's reduction has written for this rank's rows, in rank order: gradients of
-// reduced rows or, if `pushed`, of the rows of pushed tiers.
+// The gradients that each rank has for this rank's rows, in rank order: in pulled tiers, from the
+// ranks' outboxes; or, if `pushed`, in pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
-  // If this rank owns all rows of a pushed table, its own rows are among the reduced ones.
+  // If this rank owns all rows of a table with pushed tiers only, it has no requests of its own:
+  // its own gradients are in its outbox.
   const bool at_once = table.is_pushed && !table.has_push;
   std::vector<Incoming> in;
   if (pushed ? !table.is_pushed : at_once) return in;
@@ -250,8 +255,8 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
   return in;
 }
 
-// Calls merge_rows first for reduced rows, then for pushed rows, which are in other tiers. Gradients
-// kept from earlier micro-batches precede those of this one.
+// `merge_rows` for all rows of this rank, first those of pulled tiers, then those of pushed ones.
+// The kept gradients of earlier micro-batches come first.
 template <int N, class Body>
 void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
@@ -290,14 +295,15 @@ void keep(Context& context, int32_t index) {
   });
 }
 
-// Ids of positions that ascend within a tier: the search for a cold id begins at the last one.
+// From positions to ids. Fast for positions that ascend, as within a tier: the search for the id of
+// a cold row (one outside the explicit head) begins at the last one found.
 class IdsOfPositions {
  public:
   explicit IdsOfPositions(const HeadIds& head) : head_(head) {}
   int64_t at(int64_t position) {
     const int64_t H = head_.num_head;
     if (position < H) return head_.by_position[position];
-    // The cold row of this ordinal comes after the k head ids with ascending[j] - j <= ordinal.
+    // The cold row number `ordinal` comes after those head ids with ascending[j] - j <= ordinal.
     const int64_t ordinal = position - H;
     const auto behind = [&](int64_t j) { return head_.ascending[j] - j <= ordinal; };
     if (k_ > 0 && !behind(k_ - 1)) k_ = 0;  // another tier
@@ -321,10 +327,10 @@ class IdsOfPositions {
 
  private:
   const HeadIds& head_;
-  int64_t k_ = 0;  // head ids below the last cold row
+  int64_t k_ = 0;  // number of head ids below the last cold row
 };
 
-// Random numbers for the columns of a piece of a row.
+// Random numbers for rounding the columns of a row, or of a piece of it, see `rounding_bits`.
 class RoundingNumbers {
  public:
   explicit RoundingNumbers(const Table& table) : table_(table), ids_(table.head_ids) {}
@@ -346,8 +352,8 @@ class RoundingNumbers {
   uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors from any column of a block
 };
 
-// Sum over all pieces of a row, in column order: the same number at every piece's owner. `round`: see
-// Table::rounds_of_squares.
+// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
+// piece gets the same number. `round`: see Table::rounds_of_squares.
 float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round) {
   const int64_t position = table.position_at(slot);
   float sum = 0.0f;
@@ -363,7 +369,7 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot, i
   return sum;
 }
 
-// Converts a merged gradient to the one that the optimizer uses: clipped, then with weight decay.
+// Turns a row's gradient into the one that the optimizer uses: clips it, then adds L2 weight decay.
 template <class E, int N>
 OPER_INLINE void clip_and_decay(const Context& context, const Table& table, int64_t slot,
                                 Row<N>& g) {
@@ -408,7 +414,7 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
     [[maybe_unused]] RoundingNumbers numbers(table);
-    // Inlined, so that the gradient stays in registers.
+    // Inlined, so that the gradient remains in registers.
     const auto update_row = [&](int64_t slot, Row<N>& g) __attribute__((always_inline)) {
       clip_and_decay<E>(context, table, slot, g);
       const float sum = !row_wise                ? 0.0f

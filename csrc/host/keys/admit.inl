@@ -1,11 +1,11 @@
 // Which key is evicted, and the initial values of a new key's row. Part of kernels.inl.
 
-// Scores of a bucket's slots, ascending in the order of eviction.
+// The scores of a bucket's slots, see `eviction_score`.
 struct EvictionOrder {
   uint64_t scores[kBucketSlots];
 
-  // For all places of a bucket, even beyond its slots. In separate loops, because compilers vectorise
-  // a division only if it is made for every element.
+  // Computed for kBucketSlots slots, also if the bucket has fewer, and in separate loops, because
+  // compilers vectorise a division only if it is made for every element.
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
     uint32_t clocks[kBucketSlots], counts[kBucketSlots];
@@ -30,8 +30,8 @@ struct EvictionOrder {
     }
     std::fill(scores + num_slots, scores + kBucketSlots, kNeverEvicted);
   }
-  // KeyRules::decayed for all places. Quotients of integers below 2^32 can be truncated in double
-  // precision: none of them is rounded up to an integer.
+  // KeyRules::decayed for all slots. Quotients are computed in double: of integers below 2^32, none
+  // is rounded up to an integer, so that truncation is exact.
   OPER_INLINE static void halve(uint32_t half_life, const uint32_t* clocks, uint32_t clock,
                                 uint32_t* counts) {
     const uint32_t now = clock / half_life;
@@ -47,7 +47,7 @@ struct EvictionOrder {
       counts[i] = halvings > 31 ? 0 : counts[i] >> (halvings & 31);
     }
   }
-  // The slot of a line that comes first in that order, or -1.
+  // The slot of a line whose key is evicted first, or -1 if none may be.
   OPER_INLINE int64_t first_in(int64_t line) const {
     int64_t first = -1;
     uint64_t least = kNeverEvicted;
@@ -58,12 +58,13 @@ struct EvictionOrder {
     }
     return first;
   }
+  // The number of slots whose keys are evicted before that of `slot`.
   OPER_INLINE int64_t num_before(int64_t slot) const {
     uint64_t n = 0;
     for (int64_t i = 0; i < kBucketSlots; ++i) n += scores[i] < scores[slot];
     return static_cast<int64_t>(n);
   }
-  // The first slot of all, or -1.
+  // The slot whose key is evicted first of all, or -1.
   OPER_INLINE int64_t first() const {
     uint64_t least = kNeverEvicted;
     for (int64_t i = 0; i < kBucketSlots; ++i) least = std::min(least, scores[i]);
@@ -71,7 +72,7 @@ struct EvictionOrder {
   }
 };
 
-// The slot of the first key in eviction order, see `kNearShare`.
+// The slot whose key is evicted, see `kNearShare`; -1 if none may be.
 int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
                uint32_t clock) {
   const EvictionOrder order(rules, ages, num_slots, clock);
@@ -79,7 +80,7 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
 }
 
-// Draws blocks of four columns, 16 blocks at a time, vectorised.
+// Draws 16 blocks of four columns at a time, which the compiler vectorises.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
   constexpr int64_t kColumns = 64;
   float drawn[kColumns];

@@ -10,8 +10,8 @@ namespace oper::host {
 
 namespace {
 
-constexpr size_t kAhead = 96;         // keys whose ages are prefetched together
-constexpr size_t kBucketsAhead = 16;  // keys whose buckets are prefetched
+constexpr size_t kAhead = 96;         // how many keys before its use an age is prefetched
+constexpr size_t kBucketsAhead = 16;  // how many keys before its use a bucket is prefetched
 
 // The first slot with `tag` for which body(slot) is true, or -1.
 template <class Body>
@@ -51,8 +51,7 @@ KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64
 }
 
 void KeyDirectory::begin() const {
-  for (int64_t bucket = 0; bucket < num_buckets_; ++bucket) {
-    if (owner_of(bucket) != rank_) continue;
+  for (int64_t bucket = first_bucket_[rank_]; bucket < end_bucket(); ++bucket) {
     const KeyBucket at = bucket_at(bucket);
     for (int64_t slot = 0; slot < kBucketSlots; ++slot) at.hash(slot) = free_hash(slot);
   }
@@ -67,8 +66,8 @@ std::vector<int64_t> KeyDirectory::place_bounds() const {
 
 // ---- updates -------------------------------------------------------------------------------------
 
-// Sorts by bins of the hash's high bits, then within bins: a bin has few entries unless keys are
-// made to collide or a key is frequent.
+// Distributes hashes to bins by their high bits, and sorts each bin. A bin has few hashes, unless a
+// key is frequent or keys were chosen to collide.
 std::vector<KeyCount> KeyDirectory::distinct(std::span<const int64_t> keys) const {
   const int64_t n = static_cast<int64_t>(keys.size());
   if (n == 0) return {};
@@ -125,7 +124,7 @@ std::vector<KeyCount> KeyDirectory::merge(
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
   KeyAge* const ages = parts_[rank_].ages;
   const size_t n = keys.size();
-  // To the second-level cache, which can fetch more lines at once than the first.
+  // Into the second-level cache, which can fetch more lines at once than the first.
   const auto fetch = [&](size_t i) { __builtin_prefetch(ages + keys[i].place, 0, 2); };
   for (size_t i = 0; i < std::min(n, kAhead); ++i) fetch(i);
   for (size_t i = 0; i < n; ++i) {
@@ -135,7 +134,7 @@ void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const
   }
 }
 
-// The count of a key without a row if it is high enough for a row, else 0.
+// Counts a key without a row. Returns its count if the key is to get a row, otherwise 0.
 uint64_t KeyDirectory::admitted_count(const KeyBucket& bucket, const KeyCount& key,
                                       uint32_t clock) const {
   if (rules_.admit_below != 0) return rules_.draws_row(key.hash, clock) ? key.count : 0;
@@ -162,8 +161,9 @@ uint64_t KeyDirectory::admitted_count(const KeyBucket& bucket, const KeyCount& k
   return total >= rules_.min_count ? total : 0;
 }
 
-// A slot for a new key: a free one, an expired one (of these preferably in the key's line), or that
-// of the key to be evicted; -1 if all keys of the bucket have been seen in this update.
+// The slot for a new key with home line `line`: a free one, else that of an expired key (of
+// several, one in the line if there is one), else that of the key to be evicted. -1 if this update
+// has seen all keys of the bucket.
 int64_t KeyDirectory::take_slot(const KeyBucket& bucket, int64_t line, uint32_t clock,
                                 KeyChanges& changes) const {
   const uint64_t all = ~uint64_t{0} >> (kBucketSlots - bucket.num_slots);
@@ -191,7 +191,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
       return bucket.hash(at) == key.hash;
     });
-    // The key got its row in an update after the lookup that missed it.
+    // The key has got its row in an update after the lookup that did not find it.
     if (slot >= 0 && !rules_.is_expired(bucket.ages[slot].clock, clock - 1)) {
       bucket.ages[slot] = rules_.seen(bucket.ages[slot], key.count, clock);
       continue;
@@ -215,8 +215,8 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
       ++changes.refused;
       continue;
     }
-    // Atomic, since concurrent lookups without gradients may read it: they get the old or the new
-    // hash.
+    // Atomic, since lookups without gradients may run at the same time: they read the old or the
+    // new hash.
     __atomic_store_n(&bucket.hash(slot), key.hash, __ATOMIC_RELAXED);
     bucket.tags[slot] = tag_of(key.hash);
     bucket.ages[slot] = {clock, saturated(key.count)};
@@ -256,8 +256,7 @@ void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
 
 KeyOccupancy KeyDirectory::occupancy() const {
   KeyOccupancy found;
-  const int64_t end = place_bounds()[static_cast<size_t>(rank_) + 1] / kBucketSlots;
-  for (int64_t number = first_bucket_[static_cast<size_t>(rank_)]; number < end; ++number) {
+  for (int64_t number = first_bucket_[rank_]; number < end_bucket(); ++number) {
     const KeyBucket bucket = bucket_at(number);
     // Tags beyond the bucket's slots are 0.
     const int64_t held = kBucketSlots - std::popcount(equal_tags(bucket.tags, 0));

@@ -1,4 +1,4 @@
-// Directories of dynamic tables in host memory; their memory and rules are those of common/keys.h.
+// Directories of dynamic tables in host memory, see common/keys.h.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,16 @@
 
 namespace oper::host {
 
-// Occurrences in a batch of keys with a row (by slot) and without one.
+// Occurrences of a key with a row; `place`: see KeyDirectory::place_in.
 struct PlaceCount {
   uint32_t place, count;
 };
+// Occurrences of a key without a row.
 struct KeyCount {
   uint64_t hash, count;
 };
-// A row that was reset for a new key; or -row for a row that a key lost without a successor.
+// A row that was given to a new key; or -row and the key that has lost it, if no other key has got
+// it.
 struct NewRow {
   int64_t row, key;
 };
@@ -41,12 +43,12 @@ struct KeyChanges : KeyEvents {
   std::vector<NewRow> rows;  // by bucket
 };
 
-// The checkpointed state of a slot or candidate; free ones have clock -1.
+// What a checkpoint stores of a slot or candidate; free ones have clock -1.
 struct KeyRecord {
   int64_t key, count, clock;
 };
 
-// Bit i, of 64: whether tags[i] is `tag`.
+// Bit i is set if tags[i] is `tag`, for 64 tags.
 inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
   uint64_t found = 0;
 #if defined(__SSE2__)
@@ -62,32 +64,32 @@ inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
   return found;
 }
 
-// Keys of a part of a batch, at most DistinctKeys::kMost, and where results are written.
+// A part of a batch: keys, and where results are written.
 struct FindKeys {
   const void* keys;
   bool are_keys_32_bit;
-  int64_t n;
-  uint32_t clock;
-  void* rows;  // [n], 0 = none
+  int64_t n;        // at most DistinctKeys::kMost
+  uint32_t clock;   // of the table
+  void* rows;       // [n], 0 = none
   bool are_rows_32_bit;
-  int64_t* missed;  // [n], consecutive keys without a row; null: not needed
+  int64_t* missed;  // [n], gets the keys without a row, one after the other; null: not needed
 };
 
 // The distinct keys of a part of a batch, numbered in the order of their first occurrence.
 struct DistinctKeys {
-  static constexpr int64_t kMost = 1 << 16;  // ids of a part
-  static constexpr int64_t kProbes = 16;     // number of probes before a key replaces another one
+  static constexpr int64_t kMost = 1 << 16;  // keys of a part
+  static constexpr int64_t kProbes = 16;     // probes after which a key replaces another one in `table`
   // By number: the hash, the row (0 = none), the place if there is a row, and the occurrences.
   std::vector<uint64_t> hashes = std::vector<uint64_t>(kMost + 1);
   std::vector<uint32_t> rows = std::vector<uint32_t>(kMost), places = rows, counts = rows;
-  // Hash table, by bits that determine neither tag nor bucket: a key's number + 1, or 0 = empty. The
-  // largest number wraps to 0 as well, but belongs to the last id, so no later one looks for it.
+  // A hash table of the numbers: number + 1, 0 = empty. The largest number + 1 is also stored as 0;
+  // it belongs to the last key of a part, which no later one looks for.
   std::vector<uint16_t> table = std::vector<uint16_t>(kMost);
   uint64_t mask = 0;  // used size of `table`, minus one
   int64_t size = 0, num_missed = 0;
-  bool has_repeats = false;  // a key may have several numbers
+  bool has_repeats = false;  // whether a key may have several numbers
 
-  // Prepares for `n` ids.
+  // Prepares for `n` keys.
   void begin(int64_t n) {
     mask = std::clamp<uint64_t>(2 * std::bit_ceil(static_cast<uint64_t>(n)), 1, kMost) - 1;
     std::fill_n(table.begin(), mask + 1, uint16_t{0});
@@ -98,10 +100,11 @@ struct DistinctKeys {
 
 class KeyDirectory {
  public:
-  // `arenas`: addresses of the ranks' parts, each of `num_bytes` cleared bytes.
+  // `arenas`: addresses of the ranks' parts, each of directory_bytes(), which must be cleared
+  // before begin().
   KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
                const KeyRules& rules);
-  // Initialises this rank's part, which must be cleared.
+  // Initialises this rank's part.
   void begin() const;
 
   // ---- places ----
@@ -123,7 +126,8 @@ class KeyDirectory {
            rules_.is_expired(parts_[owner_of(bucket)].ages[place_in(bucket, slot)].clock, clock);
   }
   int64_t num_rows() const { return num_slots_ + 1; }
-  // Slots of all buckets are numbered as if each had kBucketSlots.
+  // The place of a slot: its number among the slots of all buckets, as if each bucket had
+  // kBucketSlots.
   static uint32_t place_in(int64_t bucket, int64_t slot) {
     return static_cast<uint32_t>(bucket * kBucketSlots + slot);
   }
@@ -133,9 +137,10 @@ class KeyDirectory {
 
   // ---- updates, of this rank's buckets ----
 
-  // The distinct ones of `keys`, sorted by hash, and their numbers of occurrences.
+  // The distinct ones of `keys` with their numbers of occurrences, sorted by hash.
   std::vector<KeyCount> distinct(std::span<const int64_t> keys) const;
-  // Merges the ranks' lists of keys without a row (each by hash), for this rank's buckets.
+  // Merges the ranks' lists of keys without a row (each sorted by hash): those of this rank's
+  // buckets, with the sums of their counts, sorted by hash.
   std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
   // Adds the counts of keys that have rows, each listed once.
   void count(std::span<const PlaceCount> keys, uint32_t clock) const;
@@ -146,19 +151,20 @@ class KeyDirectory {
 
   // ---- checkpoints ----
 
-  // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
+  // There is a record for each slot or, if `candidates`, for each candidate's place; they are
+  // numbered over all ranks. `read` reads the records [begin, begin + n).
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Writes the records with these numbers that this rank owns, or with `checks` only checks all of
-  // them. Returns -1, or the index of the first record that cannot be at its place; then nothing has
-  // been written.
+  // Writes those of the records with these numbers that this rank owns or, if `checks`, only checks
+  // all. Returns -1, or the index of the first record that is invalid or cannot be in its bucket;
+  // then nothing has been written.
   int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
                 bool checks);
   // Numbers of the records in this rank's buckets that updates after clock `since` have changed or
-  // removed, ascending.
+  // freed, ascending.
   std::vector<int64_t> changed(bool candidates, uint32_t since) const;
-  // Slots in this rank's buckets whose keys have expired at `clock` and had not at clock `since`,
-  // ascending; -1 = at no clock before.
+  // Slots in this rank's buckets, ascending, whose keys have expired at `clock` but had not at
+  // clock `since`; `since` = -1: all that have expired at `clock`.
   std::vector<int64_t> expired(int64_t since, uint32_t clock) const;
 
  private:
@@ -180,8 +186,8 @@ class KeyDirectory {
 
   int64_t rank_, num_slots_, num_buckets_;
   Shares slots_;                       // distribution of slots over buckets
-  std::vector<int64_t> first_bucket_;  // [W] of each rank
-  std::vector<DirectoryPart> parts_;   // [W] of each rank
+  std::vector<int64_t> first_bucket_;  // [W]
+  std::vector<DirectoryPart> parts_;   // [W]
   KeyRules rules_;
 };
 

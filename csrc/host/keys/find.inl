@@ -1,4 +1,8 @@
-// Which rows keys have. Part of kernels.inl.
+// Finds the rows of keys. Part of kernels.inl.
+//
+// Of each part of a batch, the distinct keys are numbered first, then looked for in their home
+// lines, and those that are not there by their tags. Memory is prefetched some keys before it is
+// used.
 
 OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
 #if defined(OPER_KERNELS_AVX512)
@@ -17,7 +21,7 @@ OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
 #endif
 }
 
-// Compares the hashes of a line with `hash`; one bit each.
+// Bit k is set if hash k of a line is `hash`.
 OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
 #if defined(OPER_KERNELS_AVX512)
   return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(line),
@@ -38,8 +42,8 @@ OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
 #endif
 }
 
-// Keys that are being found. The owner's update may run at the same time as a lookup without
-// gradients: each hash read is then either the old or the new number, also in vectors.
+// Where kSize keys are looked for. The owner's update may run at the same time as a lookup without
+// gradients: each hash is then read as the old or the new one, also in vectors.
 template <int64_t kSize>
 struct KeyBlock {
   int64_t buckets[kSize];
@@ -61,6 +65,7 @@ struct KeyBlock {
                            uint32_t clock) const {
     return !directory.has_expired(buckets[i], slot, clock);
   }
+  // Writes the place and row of key i, in `slot`, to number `to`.
   OPER_INLINE void take(const KeyDirectory& directory, int64_t i, int64_t slot, bool is_found,
                         DistinctKeys& distinct, int64_t to) const {
     const int64_t row = directory.first_slot(buckets[i]) + 1 + slot;
@@ -71,8 +76,8 @@ struct KeyBlock {
 
 constexpr int64_t kBlockKeys = 32;
 
-// Calls every stage (block, index of its first key, number of keys) for all blocks of n keys, each
-// stage kBehind blocks after the previous one, so that what that prefetched has arrived.
+// Calls each stage(block, index of its first key, number of keys) for all blocks of `n` keys. Each
+// stage is kBehind blocks behind the one before it, so that what that has prefetched has arrived.
 template <class... Stages>
 OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   constexpr int64_t kSize = kBlockKeys, kBehind = 2;
@@ -90,8 +95,8 @@ OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   }
 }
 
-// Searches buckets, whose tags have been prefetched, for the `n` keys of `distinct` that are not in
-// their home lines or have no row; `numbers`: the indices of these keys in `distinct`.
+// Searches whole buckets, whose tags have been prefetched, for the `n` keys that are not in their
+// home lines. `numbers`: their numbers in `distinct`.
 OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* hashes,
                               const int64_t* numbers, int64_t n, uint32_t clock,
                               DistinctKeys& distinct) {
@@ -122,18 +127,18 @@ OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* has
       });
 }
 
-// Hides a number's value from the compiler, so that it does not turn a selection by it into a
-// branch.
+// Hides a number's value from the compiler, so that it does not turn a selection by the number into
+// a branch.
 OPER_INLINE uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;
 }
 
-constexpr int64_t kNumberedKeys = 128;  // at a time
+constexpr int64_t kNumberedKeys = 128;  // numbered at a time
 
-// Numbers keys in order of first occurrence, and counts them. Keys known from earlier calls are
-// found by vector code, the others one by one. Which of these are new cannot be predicted, so the
-// loop branches only on collisions in the table.
+// Numbers keys in the order of their first occurrence, and counts them. Keys of earlier calls are
+// recognised in vectorised loops, the others one by one: which of these are new cannot be
+// predicted, so that the loop branches on collisions in the hash table only.
 OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
   constexpr uint32_t kNone = DistinctKeys::kMost;  // this and larger values mean no number
@@ -183,14 +188,14 @@ OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& di
 template <int64_t kMost>
 struct HomeSearch {
   KeyBlock<kNumberedKeys> block;
-  int64_t begin = 0, size = 0;  // numbers of the block's keys
-  uint64_t left[kMost + 1];
-  int64_t numbers[kMost + 1], num_left = 0;
+  int64_t begin = 0, size = 0;               // the block has the keys with numbers [begin, begin + size)
+  uint64_t left[kMost + 1];                  // hashes of keys that are not in their home lines
+  int64_t numbers[kMost + 1], num_left = 0;  // and their numbers
 
-  // Searches the lines that the previous call prefetched. Prefetches the tags of the buckets of keys
-  // that are not there, and the home lines of the keys from number `next` on. Both go to the
-  // second-level cache, which can fetch more lines at once than the first: 24 on Zen 4, where searches
-  // took 0.7 times as long as with prefetches to the first level.
+  // Searches the lines that the previous call has prefetched. Prefetches the tags of the buckets of
+  // keys that are not there, and the home lines of the keys from number `next` on. Both into the
+  // second-level cache, which can fetch more lines at once than the first (the first 24 on Zen 4,
+  // where searches took 0.7 times as long as with prefetches into the first level).
   OPER_INLINE void go_on(const KeyDirectory& directory, int64_t next, uint32_t clock,
                          DistinctKeys& distinct) {
     const uint64_t* const hashes = distinct.hashes.data();
@@ -220,7 +225,7 @@ struct HomeSearch {
 template <class Id, class Row>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
                    DistinctKeys& distinct, Row* rows, int64_t* missed) {
-  constexpr int64_t kAtOnce = 4096, kLook = 16;
+  constexpr int64_t kAtOnce = 4096, kLook = 16;  // kLook: rows that are checked together for 0
   uint64_t hashes[kNumberedKeys];
   uint16_t numbers[kAtOnce];
   int64_t num_missed = 0;
@@ -244,7 +249,7 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
     for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<Row>(found[numbers[i]]);
     if (distinct.num_missed == 0) continue;
     for (int64_t begin = 0; begin < count; begin += kLook) {
-      if (begin + kLook <= count) {  // most have a row
+      if (begin + kLook <= count) {  // skips keys that all have a row, as most do
         uint32_t has_missed = 0;
         for (int64_t i = 0; i < kLook; ++i) has_missed |= rows[begin + i] == 0;
         if (has_missed == 0) continue;

@@ -28,7 +28,7 @@ void begin_state(float* state, StateWidth width, int64_t slot, int64_t dim, floa
   std::fill_n(state + slot * columns, columns, value);
 }
 
-// Initialises one column piece of the rows.
+// Initialises one column piece of the rows; `values`: scratch.
 void begin_pieces(const Context& context, const RowRules& rules, const Table& table,
                   const NewRow* rows, int64_t n, std::vector<float>& values) {
   struct Place {
@@ -64,7 +64,7 @@ void begin_pieces(const Context& context, const RowRules& rules, const Table& ta
       put(table.rows + slot * table.row_bytes());
       begin_state(table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
       begin_state(table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
-      if (table.changed)  // other threads initialise other rows
+      if (table.changed)  // atomic, since other threads initialise other rows
         __atomic_fetch_or(table.changed + slot / 64, uint64_t{1} << slot % 64, __ATOMIC_RELAXED);
     }
     for (const Refresh* part : replicas)

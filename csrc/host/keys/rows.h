@@ -1,4 +1,4 @@
-// First values of the rows of new keys.
+// The initial values of new keys' rows.
 #pragma once
 
 #include "host/context.h"
@@ -8,8 +8,8 @@ namespace oper::host {
 
 constexpr int64_t kRowsAtOnce = 128;
 
-// Initialises at most kRowsAtOnce new rows and their optimizer states where this rank holds them,
-// as owner or in replicas. No rank may look up or update rows meanwhile.
+// Initialises at most kRowsAtOnce new rows and their optimizer states where this rank has them, as
+// their owner or as replicas. No rank may look up or update rows at the same time.
 void begin_rows(const Context& context, const RowRules& rules, const NewRow* rows, int64_t n);
 
 }  // namespace oper::host

@@ -14,8 +14,8 @@ namespace oper::host {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kTaskKeys = 4096, kTaskIds = DistinctKeys::kMost;  // taken by a thread at a time
-constexpr int64_t kSmall = 4096;     // fewer keys are not worth waking a thread
+constexpr int64_t kTaskKeys = 4096, kTaskIds = DistinctKeys::kMost;  // that a thread takes at a time
+constexpr int64_t kSmall = 4096;  // keys; fewer are not worth waking threads
 
 }  // namespace
 
@@ -32,7 +32,7 @@ KeyTables::KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t see
     std::vector<int64_t> bounds = directory.place_bounds();
     tables_.push_back({std::move(directory), rules[t].rows, std::move(bounds), 0, {}});
   }
-  // Only pages that are there can become huge ones.
+  // By writing, since only pages that exist can become huge ones.
   std::memset(arenas_[rank], 0, static_cast<size_t>(layouts_[rank].seen));
   for (const KeyTable& table : tables_) table.directory.begin();
 }
@@ -46,7 +46,7 @@ KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int
   for (const KeyTableRules& r : rules) num_rows += r.num_slots;
   const int64_t entry = static_cast<int64_t>(sizeof(SeenTable)) + 8 * (world_size + 1);
   found.fresh = at = round_up(at + round_up(T * entry, 64) + seen_bytes, kPage);
-  // A row may be lost and given to a new key in one update.
+  // Twice the rows: in one update a key may lose a row, which another one gets.
   found.end = at + 8 * (T + 1) + 2 * num_rows * static_cast<int64_t>(sizeof(NewRow));
   return found;
 }
@@ -61,7 +61,7 @@ std::vector<int64_t> KeyTables::num_bytes(const std::vector<KeyTableRules>& rule
 
 // ---- lookups -------------------------------------------------------------------------------------
 
-// The table by key of the batch; -1 = none of these tables.
+// The dynamic table of each list of ids of the batch; -1 = none.
 std::vector<int64_t> KeyTables::tables_of_keys(const KeyBatch& batch) const {
   std::vector<int64_t> found(batch.bounds.size() - 1, -1);
   for (size_t f = 0; f < table_of_.size(); ++f)
@@ -147,7 +147,8 @@ KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* ta
   return full.load() ? Left::kNoRoom : Left::kAll;
 }
 
-// The keys of a part are distinct; counts of several parts are added up.
+// Lists the keys of one table. Within a part keys are distinct (unless has_repeats); counts of
+// several parts are added up.
 bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
                             std::atomic<int64_t>& cursor) {
   const KeyTable& table = tables_[t];
@@ -184,7 +185,8 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   const std::vector<KeyCount> keys = table.directory.distinct(missed);
 
   SeenTable* entry = seen_table(rank_, t);
-  // Space for one more: keys of other owners are written, then overwritten by the next one.
+  // Space for one more, since the loop below also writes keys of other owners, which the next
+  // overwrites.
   const int64_t count_bytes =
       round_up(static_cast<int64_t>(known.size_bytes() + sizeof(PlaceCount)), 64);
   const int64_t key_bytes = round_up(static_cast<int64_t>(keys.size() * sizeof(KeyCount)), 64);
@@ -199,7 +201,7 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   for (size_t r = 0; r < arenas_.size(); ++r) {
     const int64_t lowest = table.place_bounds[r], end = table.place_bounds[r + 1];
     begin[r] = to - first;
-    for (const PlaceCount& key : known) {  // the owner cannot be predicted: no branch
+    for (const PlaceCount& key : known) {  // does not branch on the owner, which cannot be predicted
       *to = key;
       to += (key.place >= lowest) & (key.place < end);
     }
@@ -225,7 +227,7 @@ void KeyTables::update(const std::vector<bool>& frozen) {
   }
 }
 
-// Rank by rank: a rank's keys are distinct, so that no two threads write to the same slot.
+// Rank by rank: the keys of one rank are distinct, so that no two threads write to the same slot.
 void KeyTables::count_known(const std::vector<bool>& frozen) {
   for (int64_t r = 0; r < num_ranks(); ++r) {
     std::vector<Task> tasks;
@@ -247,7 +249,8 @@ void KeyTables::count_known(const std::vector<bool>& frozen) {
   }
 }
 
-// Returns the changes by table. Buckets are independent; their changes are joined in their order.
+// Admits keys without a row, and returns the changes by table, in the order of buckets, which are
+// independent.
 std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen) {
   std::vector<KeyChanges> result(tables_.size());
   std::vector<std::vector<KeyCount>> keys(tables_.size());

@@ -1,8 +1,8 @@
-// The directories of a collection's dynamic tables, and the data that ranks exchange about keys.
+// The directories of a collection's dynamic tables, and what ranks tell each other about keys.
 //
-// A rank's arena has three consecutive areas: its buckets of every table; the keys of its batch,
-// for the owners of their buckets; and the rows that its buckets have assigned to new keys, for all
-// ranks.
+// A rank's arena has three consecutive areas: its buckets of all tables; the keys that its batch
+// has looked up, for the owners of their buckets; and the rows that its buckets have given to new
+// keys, for all ranks.
 #pragma once
 
 #include <atomic>
@@ -20,66 +20,70 @@
 
 namespace oper::host {
 
-constexpr uint32_t kLastClock = 0xfffffffeu;
+constexpr uint32_t kLastClock = 0xfffffffeu;  // after which a table cannot be updated
 
-// Keys [begin, end) of one table in a batch; `missed` of them had no row, and `counted` distinct
-// keys had one. With `has_repeats`, `counted` is the number of entries of such keys.
+// A part of a batch: the ids [begin, end), keys of one table. `missed` of them have no row;
+// `counted` is the number of PlaceCounts of those that have one, where a key may occur repeatedly
+// if `has_repeats`.
 struct KeyPart {
   int64_t table, begin, end, missed, counted, has_repeats;
 };
 
-// Ids of a batch, key-major.
+// The ids of a batch, a list for each key of its KeyedJaggedTensor. (All other keys in this file
+// are raw 64-bit ids.)
 struct KeyBatch {
   const void* ids;
   bool ids_are_32_bit;
-  const int64_t* key_of;         // [F] of the collection's features
-  std::vector<int64_t> bounds;   // [num_keys + 1] of each key's ids
+  const int64_t* key_of;        // [F] from which list each feature of the collection takes its ids
+  std::vector<int64_t> bounds;  // [number of lists + 1]: list k is ids [bounds[k], bounds[k + 1])
 };
 
-// The keys that a lookup has seen: PlaceCounts of those with a row, each part's from its `begin`
-// on; those without a row, part after part.
+// The keys that a lookup has seen.
 struct SeenBatch {
-  const PlaceCount* counts;
+  const PlaceCount* counts;        // those with a row: of each part, from its `begin` on
   std::span<const KeyPart> parts;
-  const int64_t* missed;
+  const int64_t* missed;           // those without a row, part after part
 };
 
 class KeyTables {
  public:
-  // Events of a table's keys, in this rank's buckets and in its lookups.
+  // Events of a table's keys in this rank's buckets; ids that this rank has looked up, and those
+  // without a row.
   struct Counts : KeyEvents {
     int64_t lookups = 0, missed = 0;
   };
-  enum class Left { kAll, kNoRoom, kClockAtEnd };
+  enum class Left { kAll, kNoRoom, kClockAtEnd };  // results of `leave`
 
-  // `arenas`: by rank, of `num_bytes`; clears this rank's directories. `seen_bytes`: space for the
-  // keys that a rank has seen. `table_of`: by feature of the collection; -1 = none.
+  // `arenas`: by rank, each of `num_bytes`; clears this rank's directories. `seen_bytes`: space for
+  // the keys that a rank has seen. `table_of`: the dynamic table of each feature of the collection;
+  // -1 = none.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
   // Bytes of a rank's directories, and of its arena.
   static std::vector<int64_t> num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
                                         int64_t rank, int64_t seen_bytes);
 
-  // ---- lookups; one at a time ----
+  // ---- lookups, one at a time ----
 
-  // Whether all rows of a batch fit 31 bits; never if it has ids of other tables.
+  // Whether the rows of a batch can be int32; false if it has ids of other tables.
   bool has_short_rows(const KeyBatch& batch) const;
-  // Writes the row of each key to `rows` [ids] (int32 if `is_short`, else int64); copies the ids of
-  // tables without keys unchanged. Unless `counts` [ids] is null, writes SeenBatch's `counts` to
-  // it; `missed()` then returns the keys without a row until the next call.
+  // Writes the row of each id to `rows` [ids] (int32 if `is_short`, else int64), or the id itself
+  // if its table is not dynamic. Unless `counts` [ids] is null, writes SeenBatch::counts to it;
+  // `missed()` then returns SeenBatch::missed, until the next call. Returns the parts.
   std::vector<KeyPart> find(const KeyBatch& batch, void* rows, bool is_short, PlaceCount* counts);
   const std::vector<int64_t>& missed() const { return missed_; }
 
-  // ---- updates; in this order, with barriers after `leave` and `update`, and before the next
-  // ---- round ----
+  // ---- updates: called in this order, with barriers after `leave`, after `update`, and at the end ----
 
-  // Leaves the keys that lookups have seen for their owners. `table`: the one with kClockAtEnd.
+  // Lists the keys that lookups have seen for the owners of their buckets. `table`: with
+  // kClockAtEnd, which one.
   Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
-  // Updates this rank's buckets by the keys that all ranks have left, except in frozen tables.
+  // Updates this rank's buckets by the keys that all ranks have listed, except in frozen tables.
   void update(const std::vector<bool>& frozen);
-  // The rows that all ranks' updates have given to new keys, by table; `bounds` [T + 1].
+  // The rows that the updates of all ranks have given to new keys; table t has those from bounds[t]
+  // to bounds[t + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
-  // Initialises those rows where this rank holds them.
+  // Initialises these rows where this rank has them.
   void begin_rows(const Context& context) const;
 
   // ---- state ----
@@ -102,16 +106,17 @@ class KeyTables {
     std::vector<int64_t> directories;  // by table, then their end
     int64_t seen, fresh, end;
   };
-  // Keys that a rank has seen of one table, as offsets from `seen` (bytes): PlaceCounts by owner of
-  // the buckets, whose begin[W + 1] follows this, and KeyCount [num_keys] by hash.
+  // The keys that a rank has seen of one table, at byte offsets from `seen_at`: PlaceCounts of
+  // those with a row, by owner (begin[W + 1], which follows this), and KeyCount [num_keys] of those
+  // without, by hash.
   struct SeenTable {
     int64_t counts_at, keys_at, num_keys;
   };
   struct Counting {
-    std::vector<uint32_t> counts;  // by place; all 0 between calls
-    std::vector<PlaceCount> keys;  // distinct ones
+    std::vector<uint32_t> counts;  // by place; all 0 between uses
+    std::vector<PlaceCount> keys;  // the distinct ones
   };
-  struct Task {  // entries [begin, end) of a table
+  struct Task {  // items [begin, end) of a table
     int64_t table, begin, end;
   };
 
@@ -127,7 +132,7 @@ class KeyTables {
     return reinterpret_cast<SeenTable*>(seen_at(rank) + table * seen_entry_bytes());
   }
   static int64_t* seen_begin(SeenTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
-  // int64 begin[T + 1], then the rows.
+  // The new rows of a rank's buckets: int64 begin[T + 1], then NewRows.
   int64_t* fresh(int64_t rank) const {
     return reinterpret_cast<int64_t*>(arenas_[rank] +
                                       layouts_[rank].fresh);

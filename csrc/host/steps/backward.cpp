@@ -9,7 +9,7 @@
 namespace oper::host {
 namespace {
 
-// Copy the rows that their owners have just updated into this rank's replicas.
+// Copies the rows that their owners have just updated into this rank's replicas.
 void refresh_replicas(const Context& context) {
   for (const Refresh& part : context.refreshes) {
     if (part.replicas == nullptr) continue;
@@ -32,8 +32,9 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Counts the reduced rows that this owner reads from the outboxes: once and, unless it `keeps`
-// their sums, once more for every round of squares.
+// Counts the reduced gradients that this owner reads from the outboxes: once, and once more for
+// every exchange of sums of squares. `keeps`: it only keeps their sums (see `leave`), without such
+// exchanges.
 void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
@@ -46,8 +47,8 @@ void count_gradients(Context& context, bool keeps) {
   }
 }
 
-// Reduces a batch's gradients and exchanges them: afterwards owners find those for their rows in
-// the outboxes and in Table::pushed.
+// Reduces a batch's gradients and exchanges them. Owners then find the gradients of their rows in
+// the ranks' outboxes and, for pushed tiers, in Table::pushed.
 void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock) {
   context.reset_outbox();
   if (batch.shared) add_up(context, *batch.shared);
@@ -92,8 +93,8 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
   Batch found = batch;
   if (context.exchange && context.exchange->setup.gathers)
     context.exchange->gather(found, kWeightRows, false);
-  // The pieces of a split table, and several features of one key, add to the same numbers, so one
-  // thread handles them in order.
+  // Several features with the ids of one key (also those of a split table's pieces) add to the same
+  // numbers, so that one thread must process them in order.
   std::vector<const int64_t*> bounds;
   for (const FeatureBags& bags : batch.features) bounds.push_back(bags.bounds);
   std::sort(bounds.begin(), bounds.end());
@@ -106,7 +107,7 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
 }
 
 void refuse_backward(Context& context) {
-  // Sent to peers only: this rank's error has already been raised.
+  // The status of the error is for the peers only; the caller raises the error itself.
   status_of([&] { synchronize(context, CollectivePhase::kGradients, Batch{}, {4, -1}); });
 }
 
@@ -120,13 +121,13 @@ void leave(Context& context, const Batch& batch) {
             [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
   ++context.num_left;
   clock.end(kUpdate);
-  // From here on neighbours may refill their outboxes.
+  // After this, other ranks may overwrite their outboxes.
   if (context.barrier) raise(wait_for_domain(context, kSharing));
 }
 
 void backward(Context& context, const Batch& batch, float gradient_scale) {
   PhaseClock clock(context);
-  // Used by this pass only, even if it ends early.
+  // It is only for this pass, even if that ends with an error.
   const Context::BesideUpdate beside = std::exchange(context.beside_update, {});
   collect(context, batch, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());
@@ -160,7 +161,7 @@ void backward(Context& context, const Batch& batch, float gradient_scale) {
   synchronize(context, CollectivePhase::kRefreshes, batch);
   clock.end(kWaitForUpdates);
   refresh_replicas(context);
-  // Neighbours read them too.
+  // Other ranks of this domain read these replicas, too, so that they wait until all are refreshed.
   Status status;
   if (context.exchange && context.exchange->setup.shares_replicas && context.barrier)
     status = wait_for_domain(context, kSharing);

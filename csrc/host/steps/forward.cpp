@@ -1,4 +1,4 @@
-// The forward pass of a batch, and its id-only part, which may run ahead of it.
+// The forward pass of a batch, and `resolve`, which does the part that depends on ids only.
 #include <mutex>
 
 #include "host/exchange/exchange.h"
@@ -10,7 +10,8 @@
 namespace oper::host {
 namespace {
 
-// Pools the features of tables for which direct(table) is true, reading all rows directly.
+// Pools the features of the tables for which direct(table) is true from rows that this rank reads
+// itself.
 template <class Direct>
 void pool_direct(Context& context, const Batch& batch, float* out, Found& found, Direct direct) {
   run_bag_tasks(context, batch, false, [&](size_t f, const BagRange& range, Scratch& scratch) {
@@ -20,13 +21,13 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
   });
 }
 
-// One phase requests both rows and sums of other ranks, and the next one delivers both: a link that
-// carries many rows carries few sums and vice versa, and ranks wait once instead of twice.
+// A forward pass in which owners pool rows. With other memory domains, one phase requests both rows
+// and partial sums, and the next one delivers both, so that ranks wait once instead of twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
   const bool pulls = exchange && exchange->setup.pulls;
   const auto is_awaited = [&](const Table& table) {
-    return pulls && exchange->has_far_rows(table, true);
+    return pulls && exchange->has_remote_rows(table, true);
   };
   const std::vector<int32_t> tables = push_tables(context, false);
   const std::vector<int32_t> own = push_tables(context, true);
@@ -36,7 +37,7 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
   Found asked;
   pool_direct(context, batch, out, asked,
               [&](const Table& table) { return !table.has_push && !is_awaited(table); });
-  if (pulls) asked.note(exchange->list_far_rows(batch, kRows, true));
+  if (pulls) asked.note(exchange->list_remote_rows(batch, kRows, true));
   run_tasks(context, num_own, false, [&](int64_t k, Scratch& scratch) {
     asked.note(kernels().request(context, own[k], batch, scratch));
   });
@@ -64,8 +65,9 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
                                      context.partial_table(r, t, context.rank)->count);
 }
 
-// Offsets (bytes) of the orders of the tables' ids after the TableOrders, then the end. An order
-// needs at most pairs, or keys and bags, and with weights also bags and positions.
+// Byte offsets of the arrays of each table's TableOrder, which follow the TableOrders, and their
+// end. There are pairs, or keys and bags, which together are no longer; with weights also bags and
+// positions.
 std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
   std::vector<int64_t> places{
       round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64)};
@@ -88,7 +90,7 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
   if (context.peer_rows) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
   if (copies.owns_lock()) {
     const Status status = context.peer_rows->stage(context, found, collective);
-    // A rank that cannot look up fails when it synchronizes with its peers.
+    // With pushed tiers, the lookup finds the same error again and tells the peers of it.
     if (!pushes) raise(status);
   }
   context.count_pass(0);
@@ -106,7 +108,7 @@ void refuse_forward(Context& context, bool collective) {
     } else if (context.exchange && context.exchange->setup.gathers) {
       context.exchange->synchronize(CollectivePhase::kGather, Batch{}, mine);
     } else if (collective && context.barrier && !context.exchange) {
-      // The others have not waited in this lookup, but will wait for its gradients.
+      // The others do not wait for this rank in this lookup, but they will in its backward pass.
       context.barrier->refuse(static_cast<uint32_t>(CollectivePhase::kGradients));
     }
   });

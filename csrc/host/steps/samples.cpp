@@ -1,4 +1,4 @@
-// Samples that share bags: each bag is pooled once, and all samples that have it get its row.
+// Batches whose samples share bags: a bag is pooled once, and all samples that have it get its row.
 #include "host/steps/step.h"
 
 namespace oper::host {
@@ -17,7 +17,7 @@ Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
   constexpr int64_t kAhead = 256;  // the bags may not be in the cache
   const int64_t* bag = bags + feature * count;
   const int64_t* last = bags + num_features * count - 1;
-  // Signs of differences, which unlike comparisons vectorise on every processor.
+  // Signs of differences instead of comparisons, since these do not vectorise on every processor.
   uint64_t outside = 0, above = 0, other = 0;
   for (int64_t b = 0, next; b < count; b = next) {
     next = std::min(count, b + 8);

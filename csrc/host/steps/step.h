@@ -1,4 +1,5 @@
-// What the steps of a batch have in common: how their work is cut, and where ranks wait for each other.
+// What the steps of a batch have in common: how their work is divided into tasks, and how ranks
+// wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -11,33 +12,32 @@
 
 namespace oper::host {
 
-// Tables by work, so that no thread starts the longest task last.
+// The tables in descending order of work, so that no thread begins a long task last.
 std::vector<int32_t> largest_first(const Context& context, const Batch& batch);
 
-// Fewer ids than this take less time than waking a thread.
+// Whether a batch has so few ids that waking threads would take longer than the work.
 bool is_small(const Batch& batch);
 
-// Tables with pushed tiers, one task each: those that any rank requests, or only this rank.
+// The tables with pushed tiers: all or, if `of_this_rank`, those whose owners this rank requests to
+// pool.
 std::vector<int32_t> push_tables(const Context& context, bool of_this_rank);
 
-// Number of ids that ranks request from this owner, with their weights and rows.
+// Counts the ids that all ranks request from this owner, with their weights and rows.
 void count_requests(Context& context, const std::vector<int32_t>& tables, bool is_forward);
 
-// Waits for the ranks of this memory domain. `refuses`: this rank, and therefore all, skip the
-// batch. `settings`: see Barrier::arrive.
+// Waits for all ranks of this memory domain, see Barrier::arrive.
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false,
                        uint32_t settings = 0);
-// The second half of this, after `Barrier::come`.
+// The same after Barrier::come.
 Status wait_for_domain(Context& context);
 
-// Waits until all ranks have arrived and, across memory domains, exchanges the data that they have
-// left for each other. `mine` is an error of this rank alone, which is thrown: within a memory
-// domain all ranks then skip this batch and may continue with the next one; other domains no longer
-// wait for this rank.
+// Waits until all ranks have arrived; if there are several memory domains, exchanges what ranks
+// have for ranks of other domains. Throws an error as a Status, also `mine`, an error that this
+// rank has found. Then all ranks skip this batch. They can continue with the next one, unless there
+// are several domains.
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine = {});
 
-// Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
-// thousand bags.
+// Runs task(feature, range of its bags, scratch) for all bags of a batch, kTaskBags at a time.
 template <class Task>
 void run_bag_tasks(Context& context, const Batch& batch, bool small, const Task& task) {
   std::vector<int64_t> first;  // first task of each feature

@@ -48,12 +48,12 @@ _COMPUTE: tuple[dict[str, float], ...] = (
     {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_tier_ns": 1.0}, {"push_ns": 1.0},
     {"push_bag_ns": 1.0}, {"odd_ns": 1.0}, {"table_us": 1.0}, {"sort_table_us": 1.0})
 _WARM_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)  # candidates of Costs.warm_share
-_SLOWER = (0.5, 4.0)  # range of a memory byte's cost, relative to the bare gather's
+_SLOWER = (0.5, 4.0)  # range of the fitted cost of a byte from memory / that in the bare gather
 _FASTEST_CACHE = 50.0  # upper limit of cache bandwidth / memory bandwidth
 _LARGE = 0.1  # relative errors above this count linearly instead of quadratically
-_IDLE_US = 5.0  # shorter phases are taken as without work
-_QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
-Residuals = dict[str, tuple[float, float]]
+_IDLE_US = 5.0  # a rank that was busy for a shorter time counts as idle in that phase
+_QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")  # keys of `Sample.quality`
+Residuals = dict[str, tuple[float, float]]  # by phase: median and largest relative error
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +250,11 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
         ) -> tuple[Topology, Residuals]:
     """Fit the cost model's constants by nonnegative least squares on relative errors.
 
-    The phases of every rank determine the costs of bytes, ids, rows and tables; a byte from cache
-    costs at most as much as one from memory. Entire steps then determine the cost of a barrier, and
-    one factor for all costs: the slowest rank of a step takes longer than the median phase. The
-    cache share that stays warm between batches is the best of `_WARM_SHARES`.
+    First, the times of all ranks in each phase determine the costs of bytes, ids, rows and tables;
+    a byte from cache costs at most as much as one from memory. Then entire steps determine the cost
+    of a barrier and a factor >= 1 for all costs, because a step waits for its slowest rank, which
+    takes longer than the medians of the ranks' phases. The share of the cache that stays warm
+    between batches is the best of `_WARM_SHARES`.
 
     Args:
         samples: measured steps.

@@ -14,9 +14,10 @@ from oper.shmem.keys.directories import rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 
-_SLOTS, _KEYS, _DIM = 1 << 20, 1 << 14, 64  # keys: distinct ones of a batch
+_SLOTS, _DIM = 1 << 20, 64  # rows and columns of the table
+_KEYS = 1 << 14  # keys of a batch, all distinct
 _ROUNDS = 16
-_SEEN_BYTES = 4 << 20
+_SEEN_BYTES = 4 << 20  # space for the keys that a batch passes on to the update
 
 
 def measure_keys() -> dict[str, float]:

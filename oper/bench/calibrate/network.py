@@ -51,8 +51,11 @@ class Exchange:
 
 def exchange_s(num_bytes: int) -> float:
     """Median time (s) of an exchange in which each rank sends `num_bytes` to every peer.
-    Collective. There is no barrier between exchanges, as in a step: it would add the difference
-    between the times at which ranks leave it. The first round warms up and does not count."""
+    Collective.
+
+    Exchanges follow each other without barriers, as in a step. A barrier would add the difference
+    between the times at which ranks leave it. The first round warms up and does not count.
+    """
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import repeated_exchange
 

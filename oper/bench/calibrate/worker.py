@@ -38,7 +38,7 @@ _FEWEST = 8  # steps for a median, at least
 _DELAYED = 0.02  # a step in which a rank waited for its core for a larger share is disturbed
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 INTERVAL = 0.03  # rounds repeat until half the 95 % interval of each median is below this share
-_PATIENCE = 4  # limit of the number of rounds, relative to the requested number
+_PATIENCE = 4  # upper limit of the rounds, as a multiple of the requested number
 
 
 def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
@@ -153,7 +153,7 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
         for at in range(0, spec.num_rows, CHUNK_ROWS):
             n = min(CHUNK_ROWS, spec.num_rows - at)
             tables.write(spec.name, torch.full((n, spec.dim), 0.01), at)
-    tables.publish()
+    tables.flush_replicas()
     tables.use_huge_pages()
     return tables
 

@@ -96,6 +96,8 @@ def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
 
 
 class _Runner(Run):
+    """Measures a `Case`; `sides` are the contenders that are open."""
+
     def __init__(self, case: Case, progress: Progress) -> None:
         super().__init__(case, progress)
         self.links, self.trains = case.links, case.objective == "training"
@@ -105,6 +107,7 @@ class _Runner(Run):
 
     @property
     def unsharded(self) -> _Unsharded:
+        """The unsharded model of this workload and the verdicts so far."""
         return _unsharded(self.work, self.case.objective, self.case.whole_model)
 
     def run(self) -> dict[str, Any]:
@@ -132,7 +135,8 @@ class _Runner(Run):
             # The simulator does not cover the exchange of dense gradients.
             plan = every[0].plan
             assert plan is not None
-            sent = wire(self, self.links, self._call(self.sides["oper"]), plan, self.trains)
+            sent = bytes_of_step(self, self.links, self._call(self.sides["oper"]), plan,
+                                 self.trains)
         dropped = num_dropped(self.links) if self.rank == 0 else 0
         if self.rank:
             return {}
@@ -319,8 +323,8 @@ class _Runner(Run):
         gc.collect()
 
 
-def wire(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains: bool
-         ) -> dict[str, Any]:
+def bytes_of_step(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains: bool
+                  ) -> dict[str, Any]:
     """Return the bytes of a step under a plan: as counted by the network interfaces of all hosts,
     and as simulated. Ranks other than 0 return an empty dict. Collective.
 

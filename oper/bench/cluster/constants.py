@@ -68,7 +68,11 @@ def limit(links: Links, is_limited: bool = True) -> None:
 
 def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | None
            ) -> list[Topology]:
-    """The topology of each host, whose ranks compute `slower` times as long as those of `alone`."""
+    """The topology of each host, each as one memory domain.
+
+    A rank's computations take `slower` times as long as in `alone`, which describes the same
+    machine with fewer ranks. `memory_bytes` is the memory of a rank, None = the default per host.
+    """
     here, per_host = alone.domains[0], links.ranks_per_host
     share = per_host / (alone.world_size * slower)
     far_ns = alone.costs.far_ns or Topology.of_domains(range(2)).costs.far_ns
@@ -86,9 +90,12 @@ def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | Non
 
 @functools.lru_cache(maxsize=8)
 def _unlimited(links: Links, base: int) -> dict[str, float]:
-    """``ns_per_byte`` and ``contention`` on unlimited links, with `base` ranks as the reference.
-    They do not depend on `links.mbits`, but are measured again for every rate: that takes a second
-    and shows the state of the machine at that time."""
+    """``ns_per_byte`` and ``contention`` on unlimited links. Collective.
+
+    ``contention``: the time that a computation takes while all ranks compute / while `base` ranks
+    do. Neither depends on `links.mbits`, but they are measured again for every rate: that takes a
+    second and reflects the state of the machine at that time.
+    """
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)

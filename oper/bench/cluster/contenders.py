@@ -224,9 +224,11 @@ def largest_difference(side: Side, expected: Side) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _collection(work: Workload) -> Any:
-    """The unsharded tables from which all sides of OPER's runtime copy their rows. Collective. All
-    ranks run on one machine and map the same memory of rank 0, since a copy per rank would not fit.
-    The memory is anonymous (memfd), so that the kernel frees it with the processes."""
+    """The unsharded tables from which all sides of OPER's runtime copy their rows. Collective.
+
+    All ranks run on one machine and map the same memory of rank 0, since a copy per rank would not
+    fit. The memory is anonymous (memfd), so that the kernel frees it with the processes.
+    """
     collection = make_collection(work, "meta")
     bags = collection.embedding_bags.values()
     numel, file = sum(bag.weight.numel() for bag in bags), -1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.case import paired, wire
+from oper.bench.cluster.case import bytes_of_step, paired
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
 from oper.bench.cluster.network import WithWorkload
@@ -61,7 +61,8 @@ class FewerBits(WithWorkload):
         limit(self.links)
         steps = {name: over(given, side.step) for name, side in sides.items()}
         times = run.time(steps, dist.barrier, rounds=_ROUNDS)
-        sent = {n: wire(run, self.links, steps[n], plan, True) for n, plan in plans.items()}
+        sent = {n: bytes_of_step(run, self.links, steps[n], plan, True)
+                for n, plan in plans.items()}
         for side in sides.values():
             side.close()
         if run.rank:

@@ -99,6 +99,8 @@ class LinkChange(WithWorkload):
 
 
 class _Run(PlannedRun):
+    """A run that watches the links while it trains; `step_ms` has this rank's time of each step."""
+
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)
         self.stats = joint_stats(self.work, case.num_stats_batches)

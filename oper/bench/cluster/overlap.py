@@ -30,9 +30,12 @@ _ROUNDS = {"unlimited": (1, 4), "limited": (2, 4)}  # per turn, and steps per si
 @dataclass(frozen=True, slots=True)
 class Overlap(WithWorkload):
     """Steps of a whole DLRM in whole batches and in micro-batches, on limited and on unlimited
-    links. If messages overlapped all other work, a side's step would take the longer of two times:
-    that for which its payload keeps the busiest link busy at the measured rate of payload, and its
-    step on unlimited links."""
+    links.
+
+    ``least_ms`` is the time of a step if messages overlapped all other work: the longer of
+    ``link_ms``, during which the payload keeps the busiest link busy at its measured rate, and
+    ``unlimited_ms``, the time of a step on unlimited links.
+    """
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make, compare and time all sides; rank 0 returns the record's entry. Collective."""

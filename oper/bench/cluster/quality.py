@@ -92,8 +92,11 @@ class LogQuality(OnHosts):
 
 
 class _Runs:
-    """Runs of `LogQuality`: logits [N] of each run, and the bytes that all ranks have sent in the
-    last run of each model."""
+    """The training runs of `LogQuality`.
+
+    Attributes:
+        logits: by model, the logits of the validation samples in each run, float32 [N].
+    """
 
     def __init__(self, case: LogQuality, topology: Topology, config: TrainConfig) -> None:
         self._given: dict[str, dict[str, Any]] = {

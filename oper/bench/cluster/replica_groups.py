@@ -13,6 +13,7 @@ from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import PlannedRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
+from oper.bench.core.measure import nothing
 from oper.bench.core.planning import joint_stats, planned
 from oper.bench.tables.sides import Side
 
@@ -64,14 +65,15 @@ class ReplicaGroupsCase(WithWorkload):
                 run.step(side, step)
 
         def complete(k: int) -> None:
-            """Nothing may be sent while other sides are timed."""
+            """Finish the delayed side's synchronization, so that nothing is sent while another side
+            is timed."""
             if waiting.replicas is not None:
                 waiting.replicas.synchronize()
 
         # A call has as many steps as an interval. Those of the delayed side that are timed follow
         # untimed ones, so they include the whole time of one synchronization.
         times = run.time({n: functools.partial(steps, s) for n, s in sides.items()}, dist.barrier,
-                         before={n: complete if n != "delayed" else int for n in sides},
+                         before={n: complete if n != "delayed" else nothing for n in sides},
                          rounds=(max(_STEPS // self.every, _LEAST_ROUNDS), 1))
         rounds = {n: t / self.every * 1e3 for n, t in times.items()}
         for side in sides.values():

@@ -19,7 +19,7 @@ from oper.bench.core.memory import cpu_seconds, peak_rss_mb
 from oper.errors import OperError
 from oper.support.processes import MALLOC, end_with_parent
 
-_ANSWER_S = 600.0
+_ANSWER_S = 600.0  # default time limit of a child's answer
 # Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
 _ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 

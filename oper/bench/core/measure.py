@@ -221,13 +221,13 @@ def aligner(tables: ShardedTables) -> Callable[[], None]:
 
 
 def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
-    """A function of k that runs `call` on input k, modulo the number of inputs."""
+    """A function of k that returns `call` of input k, modulo the number of inputs."""
     return lambda k: call(inputs[k % len(inputs)])
 
 
 def on_threads(count: int, call: Call) -> Call:
-    """`call` with torch set to `count` threads. The setting changes only in the first call of a
-    contender's round, which is not timed."""
+    """`call` on `count` threads of torch. torch's setting is only changed in the first call after
+    another contender's, which is not timed."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -237,4 +237,5 @@ def on_threads(count: int, call: Call) -> Call:
 
 
 def nothing(number: int) -> None:
-    """Do nothing: other ranks' call while rank 0 runs a single-process contender."""
+    """Do nothing: the call of a rank, or before a contender's call, where there is nothing to do.
+    """

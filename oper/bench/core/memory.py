@@ -59,7 +59,12 @@ def _kilobytes(pattern: str, text: str) -> int:
 
 def peak_rss_mb(pid: int | str = "self") -> float:
     """Peak resident memory of a process so far, in 10^6 bytes (VmHWM of ``/proc/pid/status``).
-    `getrusage` is unsuitable, because a child's peak starts at that of its parent."""
+
+    `getrusage` does not serve for this, because a child's peak starts at that of its parent.
+
+    Raises:
+        OperError: the kernel does not report the peak.
+    """
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
     if found is None:
@@ -83,8 +88,8 @@ def num_descriptors(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time (s) used so far by a process and its descendants. Includes descendants that
-    have exited and were waited for; 0 if the process itself has exited."""
+    """Processor time (s) used so far by a process and its descendants, including those that have
+    exited and were waited for; 0 if the process itself has exited."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

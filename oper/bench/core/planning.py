@@ -50,9 +50,12 @@ def total(values: Sequence[float]) -> list[float]:
 
 
 def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
-    """Bytes that all ranks together read per pass, averaged since the counters' last reset. Keyed
-    by phase (``forward``, ``backward``), then by class of link: ``own rank`` or ``memory domain``,
-    since all processes share one memory domain. Collective."""
+    """Bytes that all ranks together read per pass, averaged since the counters' last reset.
+    Collective.
+
+    Keyed by phase (``forward``, ``backward``), then by class of link: ``own rank`` or ``memory
+    domain``, since all processes share one memory domain.
+    """
     mine = tables.traffic()
     passes = {"forward": mine.num_forward, "backward": mine.num_backward}
     every = [t.by_link() for t in gather(mine)]

@@ -131,7 +131,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
 
 
 def command_line(args: argparse.Namespace, *words: str) -> list[str]:
-    """Command line: `words`, then the options that are set in `args`, ``--json`` last."""
+    """Words of a command line: `words`, then the options that `args` sets, ``--json`` last."""
     found = list(words)
     for name, value in sorted(vars(args).items(), key=lambda item: item[0] == "json"):
         if name in ("command", "benchmark") or value is None or value is False or value == "":

@@ -90,7 +90,7 @@ def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrong(value: Any, path: str = "") -> Iterator[str]:
-    """Failed comparisons in an entry, each with the path of its keys."""
+    """Yield a text for each failed comparison in an entry, with the path of its keys."""
     if isinstance(value, Mapping):
         if value.get("passed") is False:
             yield f"; {path}: {dict(value)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
 # Streams of random numbers; batches of different streams are independent.
-TIMED, STATISTICS, CHECKED = 0, 1, 2
+TIMED, STATISTICS, CHECKED = 0, 1, 2  # for timing, for access statistics, for verification
 NO_ID = -1  # padding in arrays of ids: no lookup
 EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}  # power law, by suffix of a case's name
 

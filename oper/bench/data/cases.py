@@ -33,7 +33,7 @@ from oper.data import (
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 
-_KILLS, _ATTEMPTS = 10, 60
+_KILLS, _ATTEMPTS = 10, 60  # kills in the case `resume`, and limit of its attempts
 _FIELDS = ["label", *(f"I{k}" for k in range(1, 14)), *(f"C{k}" for k in range(1, 27))]
 
 
@@ -102,8 +102,11 @@ def log_file(folder: Path, num_rows: int) -> Path:
 
 def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     """Preprocess text to Parquet on one thread, compared with parsing by the fastest library.
-    ``mb_per_s_per_core`` is the size of the text over the time of all passes. The library parses
-    the same file once and discards the values; the fastest library is determined on a short log."""
+
+    ``mb_per_s_per_core`` is the size of the text divided by the time of all passes. The library
+    parses the same file once and discards the values; which library is the fastest is determined on
+    a short log.
+    """
     log = str(log_file(folder, num_rows))
     megabytes = os.path.getsize(log) / 1e6
     target = folder / "out"
@@ -151,8 +154,8 @@ def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
 
 
 def resume(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Compare the output of preprocessing that is killed at random times with an undisturbed
-    run's."""
+    """Kill preprocessing at random times, resume it, and compare its output with that of an
+    undisturbed run."""
     log, options = str(log_file(folder, num_rows)), {"unit_bytes": 1 << 24}
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
@@ -213,7 +216,7 @@ def _count(counter: TableCounter, ids: np.ndarray) -> None:
 
 
 def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
-    """Count ids of a table of 10^9 rows within less memory than one counter per row needs."""
+    """Count ids of a table of 10^9 rows in less memory than a counter for every row would take."""
     path = folder / "sketch.npz"
     found = child.call(_count_sketched, num_ids, str(path))
     path.unlink()
@@ -273,9 +276,11 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
 
 
 def collector(num_steps: int, folder: Path) -> dict[str, Any]:
-    """Overhead of a live collector, limited to 2 % of the time, on a training step. The step is a
-    forward and backward pass of 26 `nn.EmbeddingBag`s and a dense network over 4096 samples on one
-    thread. Steps with and without a collector alternate."""
+    """Overhead of a live collector, limited to 2 % of the time, on a training step.
+
+    The step is a forward and backward pass of 26 `nn.EmbeddingBag`s and a dense network over 4096
+    samples on one thread. Steps with and without a collector alternate.
+    """
     import torch
 
     torch.set_num_threads(1)

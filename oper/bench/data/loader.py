@@ -19,12 +19,13 @@ from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
-_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # size of the large folder: the lower limit counts
+_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # limits of the large folder's size
 _MODULUS = 1_000_003  # for the squares in checksums
 
 
 def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Loader:
-    """A rank's loader; `where`: folder, samples per batch, rows per shuffling window."""
+    """A rank's loader on one thread; `where` has folder, samples per batch and rows per shuffling
+    window."""
     import torch
 
     torch.set_num_threads(1)
@@ -154,11 +155,11 @@ def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
             running.wait(None)
         for running in ranks:
             running.send()
-    told = [running.wait(None) for running in ranks]
+    results = [running.wait(None) for running in ranks]
     for running in ranks:
         running.close()
     return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
-             sum(e[0] / e[2] for e in epoch)) for epoch in zip(*told, strict=True)][1:]
+             sum(e[0] / e[2] for e in epoch)) for epoch in zip(*results, strict=True)][1:]
 
 
 def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:

@@ -66,8 +66,10 @@ def _serve(pipe: Any) -> None:
 
 def store(num_rows: int, folder: Path) -> dict[str, Any]:
     """Preprocess a log in a local folder, and again in a bucket of an S3-compatible server.
+
     ``verified``: the Parquet files of both outputs are equal byte by byte. ``ratio_time``: time
-    with the bucket / time with the folder; the bucket's server shares this machine's cores."""
+    with the bucket / time with the folder; the bucket's server shares this machine's cores.
+    """
     work = folder / "store"
     shutil.rmtree(work, ignore_errors=True)
     (work / "log").mkdir(parents=True)

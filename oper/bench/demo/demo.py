@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WORLD_SIZE = 2
 CHECKED_STEPS = 24     # training steps before weights are compared; a multiple of PER_TURN
-TOLERANCE = 1e-5       # max|a - b| / max|b| per tensor: additions in a different order
+TOLERANCE = 1e-5       # limit of max|a - b| / max|b| of a tensor; the order of additions differs
 MAX_TABLE_ROWS = 250_000
 _CHECKED_BATCH, _MAX_BATCH, _MIN_STEPS = 128, 1024, 64
 _MIN_TIMED, _QUICK_STEPS, _MAX_STEPS = 16, 32, 400  # limits of the steps after CHECKED_STEPS
@@ -204,7 +204,8 @@ def _correctness(check: dict[str, dict[str, float]], best: str) -> dict[str, Any
         "max_abs_diff": max(ours["logits"], ours["weights"]),
         "max_abs_diff_logits": ours["logits"], "max_abs_diff_weights": ours["weights"],
         "max_relative_diff": ours["relative"], "tolerance": TOLERANCE,
-        # Training may amplify rounding (see `worker._training_batches`); TorchRec shows how much.
+        # Training may amplify rounding (see `worker._training_batches`). How much it does so in
+        # this run is seen from TorchRec, whose difference from the unsharded model is rounding too.
         "verified": ours["relative"] <= max(TOLERANCE, 4 * theirs["relative"]),
         "checked_steps": CHECKED_STEPS,
         "torchrec_max_abs_diff": max(theirs["logits"], theirs["weights"]),

@@ -28,8 +28,8 @@ from oper.train.metrics import gather_rows
 from oper.train.model import build_dlrm, full_state, ranks, save_state
 from oper.train.tasks import evaluate_clicks
 
-# SGD for the dense part: the first step of Adagrad is lr times the sign of the gradient, so that
-# rounding of gradients near 0 would become large differences between runs.
+# SGD for the dense part: Adagrad's first step is lr times the sign of the gradient, so that the
+# rounding of a gradient near 0 may change a parameter by 2 lr.
 OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
                              dense="sgd", dense_lr=0.1)
 MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))

@@ -20,6 +20,7 @@ from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2}
+_DEVICE_SHARE = 0.05  # share of a table's rows that `host_tail_plan` puts into device memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,23 @@ def with_head_plan(case: DeviceCase) -> Plan:
                             for n in case.work.num_rows], "striped")
 
 
-def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
-    """A plan with the hottest `share` of every table's rows in device memory, the rest in host
-    memory."""
-    return _in_tiers(case, [hottest_ids(case.work, k, max(1, int(n * share)))
+def host_tail_plan(case: DeviceCase) -> Plan:
+    """A plan with the hottest 5 % of every table's rows in device memory, the rest in host memory.
+    """
+    return _in_tiers(case, [hottest_ids(case.work, k, max(1, int(n * _DEVICE_SHARE)))
                             for k, n in enumerate(case.work.num_rows)], "owned", "host")
 
 
 def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
               memory: str = "device") -> Plan:
-    """A plan for one rank; `heads` lists each table's head ids, `memory` is that of its tail."""
+    """A plan for one rank in which every table has a head tier and a tail tier.
+
+    Args:
+        case: the case.
+        heads: for each table, the ids of the head's rows, int64 [H].
+        placement: placement of the head; the tail is owned.
+        memory: memory of the tail, ``"device"`` or ``"host"``.
+    """
     entries = []
     for t, head in zip(case.tables(), heads, strict=True):
         tiers = [Tier(0, head.size, placement, (0,))]
@@ -119,9 +127,12 @@ def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
 
 
 class Clock:
-    """Times calls on a GPU by CUDA events, on the CPU by the host's clock. A delay kernel keeps the
-    GPU busy while Python launches a call, so that the time between the events excludes launching.
-    Otherwise kernels of about 50 us would wait for the next launch."""
+    """Times calls on a GPU by CUDA events, on the CPU by the host's clock.
+
+    Before each timed call, a delay kernel keeps the GPU busy while Python launches the call's
+    kernels. They then run without gaps, so that the time between the events does not include
+    launches, which take longer than kernels of about 50 us.
+    """
 
     _DELAY_CYCLES = 6_000_000  # 3 ms at 2 GHz, longer than any contender takes to launch
 
@@ -136,7 +147,7 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Time (s) that a call takes on the device."""
+        """Time (s) that a call takes on the device, without launching its kernels."""
         if self._device.type != "cuda":
             return record.elapsed(call)
         if self._delay is not None:

@@ -40,7 +40,7 @@ def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group
                           device=device)
     for k, spec in enumerate(case.tables()):
         tables.write(spec.name, initial_rows(case, k, device))
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 
@@ -91,7 +91,7 @@ def torch_side(case: DeviceCase, device: torch.device) -> Side:
         per_table = x.lookup.ids.numel() // len(case.work.num_rows)
         ids = x.lookup.ids + shifts.repeat_interleave(per_table)
         out = torch.nn.functional.embedding_bag(ids, joint, x.offsets[:-1], mode="sum")
-        # To the layout of the remaining contenders: one row per sample.
+        # The other contenders' layout: one row per sample.
         blocks = out.view(len(case.work.num_rows), case.work.batch_size, case.work.dim)
         return blocks.transpose(0, 1).reshape(case.work.batch_size, -1).float()
 

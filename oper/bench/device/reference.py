@@ -55,14 +55,16 @@ class Reference:
             self.rows.append(bag.weight.detach())
 
     def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
-        """Compare a contender's pooled rows of the first batch, before its steps."""
+        """Compare a contender's pooled rows of the first batch, before it trains; returns
+        `Verdict.to_json`."""
         verdict = Verdict({"pooled": side.tolerance})
         verdict.compare("pooled", side.lookup(first)[self.samples].double(),
                         torch.cat(self.pooled, 1))
         return verdict.to_json()
 
     def check_rows(self, side: Side) -> dict[str, Any]:
-        """Compare a contender's touched rows after the steps."""
+        """Compare the rows that the steps touched, after a contender has trained; returns
+        `Verdict.to_json`."""
         assert side.rows is not None
         verdict = Verdict({"rows": ROWS_TOLERANCE[self._case.dtype]})
         for table, ids in enumerate(self.ids):

@@ -255,12 +255,16 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
 
 def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
                plain: dict[str, float]) -> dict[str, float]:
-    """Additional time of a forward pass, relative to `plain`.
+    """Additional time of a forward pass, as a share of the time in `plain`, if rows are elsewhere.
 
-    ``location_overhead``: finding rows through a directory with an explicit head.
-    ``peer_overhead``: reading rows of peers. ``staging_overhead``: first copying the distinct rows
-    of peers. The seven peers are virtual ranks on the same device, so that this measures finding
-    rows, not a link between devices.
+    ``location_overhead``: rows are found through a directory with an explicit head.
+    ``peer_overhead``: rows are read from eight ranks. ``staging_overhead``: as before, but the
+    distinct rows of other ranks are first copied. All ranks are on the same device, so that this
+    measures finding rows, not a link between devices.
+
+    Args:
+        case, device, clock, inputs: as for `_compared`.
+        plain: `record.summary` of OPER's forward pass with all rows on this rank.
     """
     found = {}
     tables = open_tables(case, device, with_head_plan(case), trained=False)

@@ -126,8 +126,11 @@ def _step(model: Any, kjt: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run) -> None:
-    """Look up all keys once with a gradient of 0, so that dynamic tables and TorchRec's modules
-    assign rows to them; each rank looks up its share of the keys. Collective."""
+    """Look up all keys once, so that dynamic tables and TorchRec's modules assign rows to them.
+    Collective.
+
+    Each rank looks up its share of the keys in the dynamic tables, with a gradient of 0.
+    """
     flat = replace(work, pooling=1)
     num_keys, columns = max(work.num_rows), len(work.num_rows) * work.dim
     per_rank = -(-num_keys // run.world_size)

@@ -52,7 +52,7 @@ FIGURES = ((*(f"auc_over.{n}.{o}" for n in RULES for o in (HASHED, FIRST_DAY)),
 _STATE_BYTES = 4  # row-wise Adagrad's state per row
 _DAY_S = 86_400
 Map = Callable[[np.ndarray], np.ndarray]  # from keys [n] to rows, int [n]
-_BULK = 12.0  # quantity from which a line of Online Retail has label 1
+_BULK = 12.0  # a line of Online Retail has label 1 if its quantity is at least this
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[
 
 
 def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
-    """A function from a number of rows to the bytes of a table with optimizer state and
-    directory."""
+    """A function from the number of rows of a contender's table to its bytes, including optimizer
+    state and, for dynamic tables, the directory."""
     rule = RULES.get(contender)
     return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (
         directory_bytes(rows, rule) if rule else 0)

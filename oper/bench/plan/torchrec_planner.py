@@ -14,7 +14,7 @@ from oper.plan import Plan
 from oper.search.problem.statement import Problem
 
 _START_S = 120.0  # time limit of importing torchrec on a busy machine
-_GRACE_S = 2.0  # in addition to the time limit, for the proposal that is then in progress
+_GRACE_S = 2.0  # added to the time limit, for the proposal in progress when it expires
 
 
 @functools.cache

@@ -38,7 +38,7 @@ FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
     "false_positive_rate")), tuple(f"*.{key}" for key in (
         "disentanglement", "completeness", "informativeness", "sap", "ndcg@10")))
-NOTE = ("shd: edges to add, to take away and to turn round; rates without directions, which "
+NOTE = ("shd: edges to add, remove or reverse; rates without directions, which "
         "standardised labels do not determine; bootstrap over graphs\n"
         "disentanglement to sap: of users' codes for their tastes; bootstrap over seeds\n")
 
@@ -193,9 +193,9 @@ def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray,
     grid = (np.arange(case.num_items) + 0.5) / case.num_items
     places = np.sort(torch.special.ndtri(torch.from_numpy(grid)).numpy())
     # Gumbel top-k: the largest log-probabilities plus Gumbel noise are a draw without replacement.
-    merit = rng.gumbel(size=(*counts.shape, case.num_items)) - (
+    score = rng.gumbel(size=(*counts.shape, case.num_items)) - (
         (places - tastes[..., None]) / case.width) ** 2 / 2
-    ranks = merit.argsort(axis=2)[..., ::-1].argsort(axis=2)
+    ranks = score.argsort(axis=2)[..., ::-1].argsort(axis=2)
     taken = ranks < counts[..., None]
     user, concept, item = taken.nonzero()
     order = rng.permutation(user.size)

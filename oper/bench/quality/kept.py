@@ -13,7 +13,8 @@ from oper.support.files import atomic_write
 
 
 def digest(*parts: Any) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of concatenated bytes or arrays."""
+    """The first 12 hexadecimal digits of the SHA-256 of the concatenated `parts` (bytes or arrays).
+    """
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
@@ -21,8 +22,10 @@ def digest(*parts: Any) -> str:
 
 
 def place(folder: str | None, name: str, *parts: Any) -> Path | None:
-    """Path of a run's file, whose name has a digest of `parts`, the run's inputs. None without a
-    folder: the run is not stored."""
+    """Path of a run's file in `folder`; None without a folder, so that the run is not stored.
+
+    The file's name contains a digest of `parts`, the run's inputs (bytes or arrays).
+    """
     return None if folder is None else Path(folder, f"{name}-{digest(*parts)}.npz")
 
 

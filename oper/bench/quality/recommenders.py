@@ -56,12 +56,11 @@ from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.flags import whole
 
-ODD_BLOCK = 997  # items per block when a result is verified
+ODD_BLOCK = 997  # items per block when a result is verified, other than in the test itself
 MOST_SEEDS = 16  # highest seed of stored runs that --seeds 0 reports
 # Modules of `oper.rl_rec` on which the result of every model depends after reading the log, and
 # additional ones of some models.
-_TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.jagged", "ranking.metrics",
-           "registry")
+_TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.metrics", "registry")
 _BUILT_WITH = {"cadvae": "concepts", "macridvae": "concepts"}
 # Modules that read the log; the digest contains the log's data instead.
 _READS = ("oper.rl_rec.data.interactions", "oper.rl_rec.data.protocols")
@@ -271,8 +270,8 @@ class Case:
         for k in range(self.num_trials):
             tried.append({"settings": trials.settings(self.model, k)})
             try:
-                told = self.trial(k)._run(data, trials.SEED, progress).fitted[0]
-                tried[k] |= {key: told[key] for key in (valid, "epochs", "seconds")}
+                result = self.trial(k)._run(data, trials.SEED, progress).fitted[0]
+                tried[k] |= {key: result[key] for key in (valid, "epochs", "seconds")}
             except InvalidInputError as error:
                 tried[k]["failed"], problem = str(error), error
         able = [k for k in range(self.num_trials) if "failed" not in tried[k]]
@@ -300,12 +299,12 @@ class Case:
             return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
 
         arrays = kept.once(place, trained)
-        told, by = json.loads(str(arrays.pop("about"))), self.fit.chosen_by
-        if "failed" in told:
-            raise InvalidInputError(told["failed"])
-        progress(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
-                 f"{told['epochs']} epochs, {told['seconds']:.0f} s of processor time")
-        return Runs(self.model, (seed,), arrays, (told,))
+        result, by = json.loads(str(arrays.pop("about"))), self.fit.chosen_by
+        if "failed" in result:
+            raise InvalidInputError(result["failed"])
+        progress(f"seed {seed}: validation {by} {result[f'valid_{by}']:.4f} after "
+                 f"{result['epochs']} epochs, {result['seconds']:.0f} s of processor time")
+        return Runs(self.model, (seed,), arrays, (result,))
 
 
 def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None,
@@ -328,7 +327,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
                                 "set it to the folder with the logs")
     if not seeds and not (found := [case for case in found if seeds_of(case)]):
-        raise InvalidInputError("no kept runs to report", "--runs", runs,
+        raise InvalidInputError("no saved runs to report", "--runs", runs,
                                 "a folder with runs of the current source files and logs",
                                 "give another folder, or train with --seeds 1 or more")
     return found
@@ -481,5 +480,5 @@ def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"{name}: trial {k} of {len(tried)} chosen, "
                    f"{text_of(tried[k]['settings']) or 'its own settings'}\n"
                    for name, k, tried in chosen) + "".join(
-        f"{e['name']} less {other}: {by} {text_of(found[by])}\n" for e in entries
+        f"{e['name']} minus {other}: {by} {text_of(found[by])}\n" for e in entries
         for by in e["protocol"]["reported"][:1] for other, found in e["against"].items())

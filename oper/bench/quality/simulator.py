@@ -51,14 +51,14 @@ _QUANTILES = (0.1, 0.5, 0.9)  # quantiles of the logged visits' clicks requested
 # CDT4Rec; and the quantile at which CDT4Rec and the Decision Transformer are compared.
 GRADE, QUANTILES, ASKED = "mixed", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99), 0.9
 _CDT4REC, _CONTROLLED = "cdt4rec", "cdt4rec, estimated returns"
-# By seed: requested returns; mean clicks achieved for them, without and with calibrated targets;
-# least and highest mean clicks of the customers served for the calibration.
+# Arrays by seed: requested returns; mean clicks achieved for them, without and with calibrated
+# targets; least and highest mean clicks of the customers that were served for the calibration.
 _CONTROL = ("asked", "served", "calibrated", "reach")
 FIGURES = (
     ("policies.*.return", "policies.*.visits", "policies.*.cdt4rec_less", "policies.*.by_seed",
      "asked.spearman", "asked.spearman_calibrated"),
     ("policies.*.step", "policies.*.episode", "policies.*.by_seed"))
-NOTE = ("clicks per page and per visit, of customers who come back per customer; bootstrap over "
+NOTE = ("clicks per page and per visit, for returning customers per customer; bootstrap over "
         "visits or customers and seeds; simulated customers: no statement on a real shop\n")
 
 
@@ -266,18 +266,18 @@ def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
     """Return the arrays named in `_CONTROL` by seed, the rank correlation of requested and achieved
     returns by seed, and the mean relative errors by quantile."""
     asked = np.array(found["asked"])
-    told: dict[str, Any] = {"quantiles": QUANTILES}
-    told |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
+    result: dict[str, Any] = {"quantiles": QUANTILES}
+    result |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
     for name, suffix in (("served", ""), ("calibrated", "_calibrated")):
         got = np.array(found[name])
         orders = []
         for wanted, achieved in zip(asked, got, strict=True):
             _, at = np.unique(wanted, return_index=True)  # small logs have quantiles that are equal
             orders.append(round(spearman(wanted[at], achieved[at]), 4))
-        told["spearman" + suffix] = orders
-        told["relative_error" + suffix] = (
+        result["spearman" + suffix] = orders
+        result["relative_error" + suffix] = (
             np.abs(got - asked) / asked.clip(min=1)).mean(0).round(4).tolist()
-    return told
+    return result
 
 
 def shop_of(weights: str | None, law: Returning | None = None) -> Shop:

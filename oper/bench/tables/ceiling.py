@@ -107,7 +107,8 @@ class Ceiling:
         return self._out
 
     def tune(self, align: Callable[[], None]) -> float:
-        """Choose the fastest order of bags, prefetch distance and kind of store. Collective.
+        """Choose the fastest order of bags, prefetch distance and kind of store (normal or
+        streaming). Collective.
 
         Args:
             align: function that synchronizes all ranks.

@@ -139,9 +139,11 @@ class LookupCase(Case):
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
-    """Median microseconds of a lookup call outside the kernels, maximum over ranks. Measured on the
-    case's batches, which evict Python's code from the caches, and on one batch of 32 samples, which
-    does not."""
+    """Median microseconds that a lookup call spends outside the kernels, maximum over ranks.
+
+    Measured on the case's batches, which evict Python's code from the caches, and on one batch of
+    32 samples, which does not.
+    """
     work, (_, world_size) = case.work, ranks()
     ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
     small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
@@ -342,9 +344,11 @@ def scale_cases() -> list[ScaleCase]:
 
 
 def line_bytes(work: Workload, distinct_rows: int) -> int:
-    """Bytes that a rank's step moves, rounded up to cache lines. As `moved_bytes`, but a row or
-    gradient counts as the cache lines that it occupies, and its state as one line; each id adds 8
-    bytes."""
+    """Bytes that a rank's step moves, in whole cache lines.
+
+    Counted as by `moved_bytes`, but a row or gradient counts as the cache lines that it occupies,
+    and a row's state as one line. In addition, each id counts 8 bytes.
+    """
     row = -(-work.dim * 4 // _LINE) * _LINE
     bags = work.batch_size // ranks()[1] * len(work.num_rows)
     return bags * (work.pooling * (2 * row + 8) + row) + distinct_rows * (4 * row + 2 * _LINE)

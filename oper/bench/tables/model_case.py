@@ -140,8 +140,10 @@ def _engine(task: RecommenderTask, name: str) -> Engine:
 
 def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequence[Any]
              ) -> dict[str, float]:
-    """Largest relative error of a step's loss by contender, over `CHECKED_STEPS`. Collective. The
-    reference is the unsharded model, trained by rank 0 on the mean loss of all ranks' batches."""
+    """Largest relative error of a step's loss by contender, over `CHECKED_STEPS`. Collective.
+
+    The reference is the unsharded model, trained by rank 0 on the mean loss of all ranks' batches.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, list[float]] = {}
     for name, engine in engines.items():
@@ -160,8 +162,8 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
             SparseTableOptimizer(model, rule.tables, rule.tables_lr, rule.tables_eps),
             dense_optimizer(rule, model)])
         for step in range(CHECKED_STEPS):
-            told = step_on_shares(plain, [x[step] for x in every], 100 * step)
-            mean = sum(float(loss) / world_size for loss, _ in told)
+            results = step_on_shares(plain, [x[step] for x in every], 100 * step)
+            mean = sum(float(loss) / world_size for loss, _ in results)
             for name, losses in found.items():
                 gap = abs(losses[step] - mean) / abs(mean)
                 worst[name] = max(worst[name], gap if gap == gap else float("inf"))
@@ -172,8 +174,13 @@ _Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and output g
 
 
 class _Tables:
-    """Steps of a model's embedding collections alone: lookups, backward from given gradients,
-    update."""
+    """Steps of a model's embedding collections alone: lookups, backward pass from given output
+    gradients, and update.
+
+    Args:
+        engine: the model and its optimizers.
+        work: the lookups of each batch.
+    """
 
     def __init__(self, engine: Engine, work: Sequence[_Lookups]) -> None:
         self._collections = collections_of(engine.bare)
@@ -190,6 +197,7 @@ class _Tables:
                       for x in self._work[number % len(self._work)][0]]
 
     def step(self, number: int) -> None:
+        """Run one step on the KJTs that `prepare` has built."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(_outputs(self._collections, self._kjts),
@@ -237,8 +245,11 @@ def _features(collection: Any) -> list[str]:
 
 
 def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Means over the same batches: histories differ in length, and with them the steps by more than
-    tenfold, so that a median would be the time of whichever batch happens to be in the middle."""
+    """The entry's figures: mean times over the same batches.
+
+    Histories differ in length, and step times differ more than tenfold with them, so that a median
+    would be the time of whichever batch happens to be in the middle.
+    """
     figures: dict[str, Any] = {"plans": {}}
     for phase, by_name in timings.items():
         means = {name: float(np.mean(t)) for name, t in by_name.items()}

@@ -166,9 +166,12 @@ _PERIOD = 1_000_003  # prime, so equal rows are 1,000,003 rows apart for any dim
 
 
 def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
-    """Fill a table uniformly within TorchRec's default range, equally for every contender. Only
-    `_PERIOD` numbers are drawn and then repeated: drawing all of them would take longer than the
-    measurement."""
+    """Fill a table with uniform random numbers in TorchRec's default range, the same for every
+    contender.
+
+    Only `_PERIOD` numbers are drawn and then repeated: drawing all of them would take longer than
+    the measurement.
+    """
     bound = math.sqrt(1.0 / num_rows)
     with torch.no_grad():
         flat = weight.view(-1)

@@ -24,20 +24,22 @@ from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, mov
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
+from oper.errors import UsageError
 from oper.plan import Plan
 from oper.shmem.group.domains import DOMAIN_ENV
 from oper.train.config import DLRMConfig
 
 _PHASE_STEPS = 16
-# MLPerf's models, with the layers of its reference implementations and the bag lengths of its
-# multi-hot data; tables have at most a hundredth of its row limit (`_MAX_ROWS`).
+# MLPerf's models, with the layers of its reference implementations. Their workload has the bag
+# lengths of MLPerf's multi-hot data, and tables of at most a hundredth of its row limit
+# (`_MAX_ROWS`).
 MLPERF = {
     "dlrm": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256)),
     "dlrm-dcnv2": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256),
                              cross_layers=3, cross_rank=512)}
 _MAX_ROWS = MLPERF_CAP // 100
-# Contender whose DLRM is entirely TorchRec's; the remaining DLRMs use OPER's modules between tables
-# and layers.
+# The contender whose DLRM has only TorchRec's modules. The other DLRMs, TorchRec's and OPER's, have
+# OPER's modules between tables and layers, so that only the tables differ.
 SHIPPED = "table_wise as shipped"
 FIGURES = (
     *suite.FIGURES, *model_case.FIGURES, *drift.FIGURES, *dynamic.FIGURES,
@@ -54,8 +56,22 @@ NOTE = ("2 processes, 1 thread each; medians of the slower rank; ratio = TorchRe
 
 def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
           exchange: str = "shared") -> list[Any]:
-    """The cases in the order of the record; only the main ones if `quick`. `device`, `model`,
-    `tables` and `exchange` are the values of the flags, see `configure`."""
+    """The cases in the order of the record; only the main ones if `quick`.
+
+    Args:
+        quick: whether to leave out all but the main cases, and to repeat those less often.
+        device, model, tables, exchange: the values of the flags, see `configure`.
+
+    Raises:
+        UsageError: flags are combined, each of which chooses other cases.
+    """
+    chosen = {"--device cuda": device == "cuda", f"--model {model}": bool(model),
+              f"--tables {tables}": bool(tables), "--exchange collective": exchange != "shared"}
+    given = [flag for flag, is_given in chosen.items() if is_given]
+    if len(given) > 1 and (model not in MLPERF or device == "cuda" or tables):
+        raise UsageError("cannot choose cases", "flags", " ".join(given),
+                         "one of these, or --exchange collective with --model "
+                         + " or ".join(MLPERF), "run them one after another")
     if device == "cuda":
         return suite.cases(quick, "train")
     if model and model not in MLPERF:
@@ -67,7 +83,8 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
 
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
-    """Cases of the collection alone with each of `EXPONENTS`, and of a whole DLRM with 1.05."""
+    """Cases of the collection alone with each of `EXPONENTS`, and of a whole DLRM with the
+    default exponent."""
     found = [TrainCase(f"ebc-pool{pooling}{suffix}", Workload(pooling=pooling, exponent=exponent))
              for suffix, exponent in EXPONENTS.items() for pooling in (1, 20)]
     found[2:2] = [TrainCase(f"dlrm-pool{pooling}", Workload(pooling=pooling), dense=Dense(),
@@ -98,7 +115,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "managed-collision modules; drift: compare their AUC on drifting "
                              "ids with hashing and a fixed vocabulary")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
-                        help="collective: OPER's ranks act as separate hosts")
+                        help="collective: OPER's ranks act as separate hosts, for tables alone and "
+                             "for --model dlrm or dlrm-dcnv2 (default shared)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +143,15 @@ class TrainCase(Case):
 
 
 class _TrainRun(Run):
+    """Measures a `TrainCase`; `sides` are the contenders, OPER first."""
+
     def __init__(self, case: TrainCase, progress: Progress) -> None:
         super().__init__(case, progress)
         self.sides: list[Side] = []
         self.is_shared = case.exchange == "shared"
 
     def measure(self) -> dict[str, Any]:
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         self.say("drawing batches")
         ids, batches = self.ids(), self.batches()
         self.say("collecting statistics and planning")
@@ -139,7 +160,7 @@ class _TrainRun(Run):
         checks = Checks.make(self.work, self.rank, self.world_size)
         reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.say)
-        reference = None
+        reference = None  # frees the unsharded tables before anything is timed
         # The bare gather reads the arenas of all ranks directly, which needs shared memory.
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
@@ -149,11 +170,11 @@ class _TrainRun(Run):
                             self.sides[0].lookup(batches[0].sparse_features))
             if self.rank == 0:
                 verdicts["ceiling"] = verdict.to_json()
-        wire = {} if self.is_shared else self._wire_bytes(batches)
+        sent = {} if self.is_shared else self._sent_bytes(batches)
         phases = self._phases(batches)
         return self.finish(self._tables, {
             **self._figures(timings, verdicts, ids), "oper_phases_ms": phases,
-            "bytes_read": bytes_read(self._tables), "exchange": self.case.exchange, **wire,
+            "bytes_read": bytes_read(self._tables), "exchange": self.case.exchange, **sent,
             **self._throughput(timings["step"]),
             "ceiling": ceiling.settings if ceiling else None, "plan_seconds": round(plan_s, 3)})
 
@@ -197,10 +218,12 @@ class _TrainRun(Run):
             found[phase] = self.time(runs, align, phase)
         return found
 
-    def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
-        """Bytes that all ranks together send per training step. Counted on the loopback interface
-        by contender, with TCP headers; by OPER's runtime, by kind of message; and simulated from
-        OPER's plan."""
+    def _sent_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
+        """Bytes that all ranks together send per training step. Collective.
+
+        Counted in three ways: on the loopback interface for each contender, with TCP headers; by
+        OPER's runtime for each kind of message; and simulated from OPER's plan.
+        """
         found: dict[str, Any] = {}
         self._tables.sent_bytes(reset=True)
         for side in self.sides:

@@ -1,9 +1,9 @@
 """Compare contenders with the unsharded model before timing.
 
-To compare a DLRM's tables, the unsharded tables are trained with the output gradients that the
-contender computed, instead of their own: rounding may move a ReLU's input across 0, which changes
-the gradients of one sample's rows by several per cent, and the first steps of Adagrad amplify small
-gradients. The tables of two correct runs may therefore differ.
+The unsharded tables are trained with the output gradients that the contender computed, instead of
+their own. Otherwise the tables of two correct DLRMs might differ: rounding may move a ReLU's input
+across 0, which changes the gradients of one sample's rows by several per cent, and the first steps
+of Adagrad amplify small gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.train.reference import SparseTableOptimizer
 
 NUM_STEPS = 2
-# max|a - b| <= tolerance * max|b| per tensor; for dense parameters see `Verdict.compare_changes`.
-# Only the order of additions differs for tables; for a DLRM's dense part also the shapes of matrix
-# products. In bfloat16, a different order may round to a neighbouring number, a relative 2^-8 away,
-# in each of several layers.
+# A tensor a is equal to its reference b if max|a - b| <= tolerance * max|b|; for dense parameters
+# see `Verdict.compare_changes`. For tables, only the order of additions differs; for a DLRM's dense
+# part, the shapes of matrix products also differ. In bfloat16, another order of additions may round
+# to a neighbouring number, which differs by 2^-8 of it, in each of several layers.
 TOLERANCE = {"pooled": 1e-5, "ceiling": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4,
              "dense": 0.01, "logits of bfloat16": 2 ** -5, "dense of bfloat16": 2 ** -4}
 _CHUNK_ROWS = 4096
@@ -275,8 +275,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
                   ) -> None:
-    """Look up the touched rows on rank 0 in bags of one id, and compare them there. The remaining
-    ranks take part with empty bags."""
+    """Look up the touched rows on rank 0 in bags of one id, and compare them there. Collective: the
+    other ranks look up empty bags."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     work, dim = checks.work, checks.work.dim

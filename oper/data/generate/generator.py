@@ -76,6 +76,7 @@ class TableModel:
         return Lookups(ids, None if one_each else lengths)
 
     def _rows(self, ranks: np.ndarray, day: int, key: int) -> np.ndarray:
+        """Map frequency ranks, int64 [n], to the rows that have them on `day`."""
         if self.drift and day:
             table = holders(self.num_rows, key, self.drift, day + 1)[day]
             hot = np.minimum(ranks, table.size - 1)
@@ -91,6 +92,10 @@ class TableModel:
         return ids
 
     def _with_companions(self, first: np.ndarray, lengths: np.ndarray, key: int) -> np.ndarray:
+        """Add the other ids of every bag: hashes of its first id, of their position and of `key`.
+
+        `first`: int64 [B], of which empty bags use none; `lengths`: int64 [B].
+        """
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         place = np.arange(starts.size) - starts
         owner = np.repeat(first[lengths > 0], lengths[lengths > 0]).astype(np.uint64)

@@ -31,14 +31,14 @@ def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
     seeds the draws and must differ between tables.
     """
     hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
-    holder = hot.astype(np.int64)
-    found = [holder]
+    rows = hot.astype(np.int64)
+    found = [rows]
     for day in range(1, num_days):
         day_key = np.uint64(key) ^ np.uint64(day << 40)
-        passes = uniform64(hot ^ day_key) < drift
-        newcomers = (uniform64(hot ^ day_key ^ np.uint64(1 << 50)) * num_rows).astype(np.int64)
-        holder = np.where(passes, newcomers, holder)
-        found.append(holder)
+        moves = uniform64(hot ^ day_key) < drift
+        drawn = (uniform64(hot ^ day_key ^ np.uint64(1 << 50)) * num_rows).astype(np.int64)
+        rows = np.where(moves, drawn, rows)
+        found.append(rows)
     return np.stack(found)
 
 

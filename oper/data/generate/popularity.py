@@ -103,6 +103,7 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
 
 
 def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
+    """Integrate ``x^-exponent`` from `low` to `high`."""
     if abs(exponent - 1) < 1e-9:
         return np.log(high / low)
     power = 1.0 - exponent

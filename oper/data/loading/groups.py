@@ -85,7 +85,7 @@ class RowGroups:
         files: list[tuple[str, int]] = []
         for part in folder.parts(split):
             size = part.stat().st_size
-            found = _told(folder, f"{split}/{part.name}", size) if files else None
+            found = _rows_from_manifest(folder, f"{split}/{part.name}", size) if files else None
             if found is None:
                 about = folder.open_part(part, columns).metadata
                 found = [about.row_group(g).num_rows for g in range(about.num_row_groups)]
@@ -109,7 +109,7 @@ class RowGroups:
         return self._places[group]
 
 
-def _told(folder: Folder, name: str, size: int) -> list[int] | None:
+def _rows_from_manifest(folder: Folder, name: str, size: int) -> list[int] | None:
     """Derive the rows of each row group from the manifest; None if it contradicts the file size."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
     full, rest = divmod(rows, folder.row_group_rows)

@@ -138,7 +138,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._resume: tuple[int, int, list[int] | None] = (0, 0, None)  # epoch, batch, worker
         self._next = 0  # number of the batch after the last one returned
-        self._turn = 0  # index of the current iterator; earlier iterators do not change `_next`
+        self._iteration = 0  # number of the current iterator; earlier ones do not change `_next`
 
     def _check_group(self) -> None:
         name = self.options.group_by
@@ -178,7 +178,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         require("cannot set the epoch", "count epochs from 0",
                 ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "int in [0, 2^62)"))
         if epoch != self.epoch:
-            self._turn += 1
+            self._iteration += 1
             self._next, self._resume = 0, (epoch, 0, None)
         self._epoch.fill_(epoch)
 
@@ -186,21 +186,21 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         """Iterate over the epoch; after `load_state_dict`, once from the loaded position."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        epoch, first, of = self._resume
+        epoch, first, saved_by = self._resume
         if epoch != self.epoch:
-            first, of = 0, None
+            first, saved_by = 0, None
         self._resume = (self.epoch, 0, None)
-        if of is None:
+        if saved_by is None:
             first += worker
-        elif of != [worker, workers]:
+        elif saved_by != [worker, workers]:
             raise InvalidInputError("cannot resume", "worker, workers", [worker, workers],
-                                    f"{of}, the worker that saved the state",
+                                    f"{saved_by}, the worker that saved the state",
                                     "use the same num_workers, or a state of the main process")
-        self._turn += 1
+        self._iteration += 1
         self._next = min(first, len(self))
-        return self._batches(range(first, len(self), workers), self.epoch, self._turn)
+        return self._batches(range(first, len(self), workers), self.epoch, self._iteration)
 
-    def _batches(self, wanted: range, epoch: int, turn: int) -> Iterator[Any]:
+    def _batches(self, wanted: range, epoch: int, iteration: int) -> Iterator[Any]:
         """Yield the batches of an epoch with the indices `wanted`."""
         options = self.options
         by_rows = options.share == "rows"
@@ -227,9 +227,9 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         number = iter(wanted)
         together = (list(numbers) for _, numbers in itertools.groupby(
             wanted, lambda k: order.place(k)[0] // options.interleave))
-        for batches in _ahead(make, together, options.prefetch):
+        for batches in _prefetched(make, together, options.prefetch):
             while batches:  # popped, so that returned batches can be freed
-                if turn == self._turn:
+                if iteration == self._iteration:
                     self._next = min(next(number) + wanted.step, len(self))
                 yield batches.pop(0)
 
@@ -285,7 +285,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                        ("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self)))),
                 ("worker", worker, worker is None or [type(x) for x in pair] == [int, int],
                  "None, or a worker's index and the number of workers"))
-        self._turn += 1
+        self._iteration += 1
         self._epoch.fill_(epoch)
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)
 
@@ -323,8 +323,8 @@ def _share(options: LoaderOptions) -> tuple[int, int]:
     return 0, 1
 
 
-def _ahead(make: Callable[[list[int]], list[Any]], together: Iterable[list[int]], prefetch: int
-           ) -> Iterator[list[Any]]:
+def _prefetched(make: Callable[[list[int]], list[Any]], together: Iterable[list[int]],
+                prefetch: int) -> Iterator[list[Any]]:
     """Map `make` over groups of batch numbers, running `prefetch` groups ahead on threads."""
     if not prefetch:
         yield from map(make, together)

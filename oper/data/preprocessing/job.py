@@ -195,7 +195,7 @@ class Job(JobSpec):
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        require("cannot preprocess", "the files are empty, or the filter excludes all rows",
+        require("cannot preprocess", "check for empty files and a filter that excludes all rows",
                 ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
                  "at least one row"))
         if not sum(r["rows"] for r in records):
@@ -291,6 +291,8 @@ class Job(JobSpec):
         self.folder.finish(self._put)
 
     def _put(self) -> None:
+        """Move the finished output to its place, and an output that it replaces to the work folder.
+        """
         self.check_target()
         if self.target.exists():
             os.rename(self.target, self.work / "replaced")

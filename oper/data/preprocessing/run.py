@@ -39,8 +39,8 @@ from oper.data.vocabulary.finished import (
     check_columns,
 )
 from oper.errors import InvalidInputError, OperError
-from oper.support.files import no_room
-from oper.support.locks import alone, used
+from oper.support.files import disk_full_error
+from oper.support.locks import exclusive, shared_temporary
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def preprocess(
     url = os.fspath(output)
     folder = _local_folder(url)
     # Marked as used, so that a run with the same destination does not remove the files.
-    with used(folder), store.spooled(inputs, folder / "out") as names:
+    with shared_temporary(folder), store.spooled(inputs, folder / "out") as names:
         return _into_store(recipe, names, _Place(url, folder, _manifest_in(url)), options)
 
 
@@ -116,8 +116,7 @@ def _manifest_in(url: str) -> dict[str, Any]:
 
     Raises InvalidInputError if the folder contains something else.
     """
-    plain, mark, query = url.partition("?")
-    there, found = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", None
+    there, found = store.inside(url, MANIFEST), None
     held = store.files_below(url)
     if there in held:
         with store.open_input(there) as file, contextlib.suppress(ValueError):
@@ -140,7 +139,7 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: P
         return manifest
     target = local / manifest["job"] / "out"
     # One upload at a time on this machine: each begins by removing all files at the URL.
-    with alone(local / "upload.lock"), WorkFolder(target, manifest["job"]).alone():
+    with exclusive(local / "upload.lock"), WorkFolder(target, manifest["job"]).exclusive():
         now = _manifest_in(url)
         if now != place.manifest:  # another run was faster
             if now.get("job") == manifest["job"]:
@@ -171,11 +170,11 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
             raise occupied(store.full_name(place.url), True)
         _log.info("%s already exists, with the same inputs and settings",
                   store.full_name(place.url))
-        return _told(place.manifest)
+        return _with_warnings(place.manifest)
     if job.is_there():
         # Another process has finished this job in the meantime, or the command was repeated.
         _log.info("%s already exists, with the same inputs and settings", job.target)
-        return _told(job.read_manifest())
+        return _with_warnings(job.read_manifest())
     job.check_target()
     if job.finished is not None:
         check_columns(job.finished, recipe.sparse)
@@ -188,7 +187,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         if not job.outcome():
             raise
     except OSError as error:
-        full = no_room(error)
+        full = disk_full_error(error)
         if full is None:
             raise
         raise InvalidInputError("cannot preprocess", "file", os.fspath(full.filename or job.work),
@@ -199,10 +198,10 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         _log.warning("interrupted; the same command continues where it stopped (work so far: %s)",
                      job.work)
         raise
-    return _told(job.outcome())
+    return _with_warnings(job.outcome())
 
 
-def _told(manifest: dict[str, Any]) -> dict[str, Any]:
+def _with_warnings(manifest: dict[str, Any]) -> dict[str, Any]:
     """Log the problems in `manifest` as warnings; returns it."""
     for problem in manifest.get("problems", []):
         _log.warning("warning: %s", problem)

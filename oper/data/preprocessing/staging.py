@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from oper.data.arrays import as_numpy, read_header, save
 from oper.data.reading.derived import Derived
 from oper.data.reading.lines import Unit
-from oper.data.reading.pagecache import Passing
+from oper.data.reading.pagecache import PageDropper
 from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
@@ -123,8 +123,8 @@ class Stage:
         minutes: list[np.ndarray] = []
         size = piece_rows(self._recipe.dense, self._recipe.sparse)
         self._derived.unmatched = [0] * len(self._recipe.joins)
-        with contextlib.closing(self._passing(unit)) as passing:
-            for rows in _chunks(read_unit(unit, self._recipe, passing.advance, reuse=True), size):
+        with contextlib.closing(self._dropper(unit)) as dropper:
+            for rows in _chunks(read_unit(unit, self._recipe, dropper.advance, reuse=True), size):
                 num_bad += rows.num_bad
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
@@ -143,9 +143,9 @@ class Stage:
             "unmatched": self._derived.unmatched,
             "first": [where(unit, self._recipe, b) for b in bad]})
 
-    def _passing(self, unit: Unit) -> Passing:
+    def _dropper(self, unit: Unit) -> PageDropper:
         is_text = self._recipe.layout(unit.layout).format in ("text", "jsonl", "bags")
-        return Passing(unit.path, unit.start if is_text else 0, self.is_large and is_text)
+        return PageDropper(unit.path, unit.start if is_text else 0, self.is_large and is_text)
 
     def note(self, name: str, value: Any) -> None:
         """Write `value` as JSON, atomically but without fsync.

@@ -35,8 +35,8 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
     Returns:
         ``rows``, ``bad_rows``, ``split``, ``tables`` and ``problems`` of the manifest of these
         rows; ``layout``, the name of the first file's layout; ``columns``, one dict per column with
-        its name, kind, parse, transform and the facts of `looks_of`; and ``plan``, the fields of
-        `oper.data.reading.estimate.Needs`.
+        its name, kind, parse, transform and the facts of `describe_columns`; and ``plan``, the
+        fields of `oper.data.reading.estimate.Needs`.
 
     Raises:
         InvalidInputError: as in `preprocess`, or the log consists of ``.npy`` arrays.
@@ -52,27 +52,27 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
             if left > 0:
                 copies.append(_first_rows(path, layouts[path], Path(work) / str(k), left))
                 left -= copies[-1][1]
-        told, level = logging.getLogger(job.__name__), logging.getLogger(job.__name__).level
-        told.setLevel(logging.WARNING)  # the needs of the copies are irrelevant
+        logger, level = logging.getLogger(job.__name__), logging.getLogger(job.__name__).level
+        logger.setLevel(logging.WARNING)  # the needs of the copies are irrelevant
         try:
             manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
                 options, num_workers=1, num_ray_workers=0, show_progress=False))
         finally:
-            told.setLevel(level)
+            logger.setLevel(level)
         layout = layouts[paths[0]]
-        looks = looks_of(copies[0][0], layout)
+        facts = describe_columns(copies[0][0], layout)
         derived = [(c, False) for join in recipe.joins for c in join.columns] + [
             (Column(c.name, "sparse", "cross"), False) for c in recipe.crosses]
         columns = [
             {"name": c.name, "kind": c.kind, "parse": c.parse, "transform": c.transform,
-             **(next((looks[n] for n in c.sources if n in looks), {}) if own else {})}
+             **(next((facts[n] for n in c.sources if n in facts), {}) if own else {})}
             for c, own in [*((c, True) for c in layout.columns if c.kind != "skip"), *derived]]
         return {**{n: manifest[n] for n in ("rows", "bad_rows", "split", "tables", "problems")},
                 "layout": layout.name, "columns": columns,
                 "plan": asdict(needs(recipe, units, options.id_bytes))}
 
 
-def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
+def describe_columns(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
     """Describe the columns of a file by its first rows; empty for a format without columns.
 
     Returns, by column, ``type`` (as inferred by pyarrow), ``missing`` (share of the rows),

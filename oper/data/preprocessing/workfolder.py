@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from oper.errors import InvalidInputError, OperError
 from oper.support.files import write_text
-from oper.support.locks import alone, lock_if_free
+from oper.support.locks import exclusive, lock_if_free
 
 _ABOUT = "job.json"
 
@@ -53,7 +53,7 @@ class WorkFolder:
                 not set.
         """
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        with self.alone():
+        with self.exclusive():
             about = self._about()
             if about.get("job") != self._job:
                 self._check_unused(about, force)
@@ -62,7 +62,7 @@ class WorkFolder:
         try:
             yield
         except OperError:
-            with self.alone():
+            with self.exclusive():
                 used.close()
                 if self._about().get("job") == self._job and not self._is_used():
                     self._remove()
@@ -77,7 +77,7 @@ class WorkFolder:
         Raises:
             FileNotFoundError: no process has opened it, or the job is finished.
         """
-        with self.alone():
+        with self.exclusive():
             if self._about().get("job") != self._job:
                 raise FileNotFoundError(str(self.path))
             used = self._use()
@@ -85,14 +85,15 @@ class WorkFolder:
             yield
 
     def finish(self, put: Callable[[], None]) -> None:
-        """Call `put`, which moves the output to its place, and remove the folder, both `alone`."""
-        with self.alone():
+        """Call `put`, which moves the output to its place, and remove the folder; locked by
+        `exclusive`."""
+        with self.exclusive():
             put()
             self._remove()
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Exclude other processes from opening or removing the folder and replacing the output."""
-        return alone(self._target.parent / f".{self._target.name}.lock")
+        return exclusive(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:
         """Read job, host and process that created the folder; empty if it does not exist."""

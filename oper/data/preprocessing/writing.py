@@ -16,7 +16,7 @@ from oper.data.arrays import lists
 from oper.data.folder import MAX_BUCKETS, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.staging import Coded, Stage
-from oper.data.reading.pagecache import Passing
+from oper.data.reading.pagecache import PageDropper
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import Slices, Vocabulary
@@ -290,6 +290,7 @@ class PartWriter:
         self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
 
     def close(self) -> None:
+        """Write the remaining rows and close the last file."""
         if self._num_pending:
             self._flush(self._num_pending)
         self._end_part()
@@ -297,10 +298,11 @@ class PartWriter:
     def _end_part(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._passing.close()
+            self._dropper.close()
         self._writer, self._part_rows = None, 0
 
     def write(self, table: pa.Table) -> None:
+        """Add rows; complete row groups are written at once."""
         self._pending.append(table)
         self._num_pending += table.num_rows
         self.num_rows += table.num_rows
@@ -319,11 +321,11 @@ class PartWriter:
                 self._writer = pq.ParquetWriter(
                     self._folder / name, table.schema, write_statistics=False,
                     write_page_checksum=True, **self._encodings(table.schema))
-                self._passing = Passing(self._folder / name, use=self._is_large)
+                self._dropper = PageDropper(self._folder / name, use=self._is_large)
                 self._num_parts += 1
             piece = table.slice(start, min(group, count - start))
             self._writer.write_table(piece, row_group_size=group)
-            self._passing.advance(piece.nbytes)
+            self._dropper.advance(piece.nbytes)
             self._part_rows += piece.num_rows
             if self._part_rows >= self._options.part_rows:
                 self._end_part()

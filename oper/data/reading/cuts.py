@@ -20,7 +20,7 @@ import numpy as np
 
 from oper.data.reading import store
 from oper.errors import FileFormatError, OperError
-from oper.support.locks import alone
+from oper.support.locks import exclusive
 
 _log = logging.getLogger(__name__)
 _SPACING = 1 << 25  # bytes of text between seek points; a reader buffers this and all windows
@@ -52,7 +52,7 @@ def make(path: str, num_threads: int = 1) -> bool:
         return False
     draft = index.with_suffix(f".{os.getpid()}")
     try:
-        with alone(index.with_suffix(".lock")):
+        with exclusive(index.with_suffix(".lock")):
             try:
                 if not index.exists() and _write(path, draft, num_threads):
                     os.replace(draft, index)

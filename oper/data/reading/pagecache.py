@@ -23,7 +23,7 @@ def is_large(paths: Sequence[str]) -> bool:
     return sum(store.size(p) for p in paths) * _SHARE_OF_MEMORY > memory
 
 
-class Passing:
+class PageDropper:
     """Keeps a file that is read or written sequentially from `start` on out of the page cache.
 
     Every 8 MiB, posix_fadvise(DONTNEED) is called for all pages before the current position. The
@@ -35,16 +35,16 @@ class Passing:
         """Follow the existing file `path`; if `use` is false, all methods do nothing."""
         can = use and hasattr(os, "posix_fadvise") and not store.is_url(path)
         self._file = os.open(path, os.O_RDONLY) if can else -1
-        self._start = self._at = self._told = start
+        self._start = self._at = self._dropped = start
 
     def advance(self, count: int) -> None:
         """Note that `count` more bytes were read or written."""
         self._at += count
-        if self._at - self._told >= _STEP:
-            self._tell()
+        if self._at - self._dropped >= _STEP:
+            self._drop()
 
-    def _tell(self) -> None:
-        self._told = self._at
+    def _drop(self) -> None:
+        self._dropped = self._at
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 # From the start each time: pages that were still dirty before can be dropped now.
@@ -53,7 +53,7 @@ class Passing:
 
     def close(self) -> None:
         """Release all pages up to the current position, and stop following the file."""
-        self._tell()
+        self._drop()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -312,8 +312,7 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
 
 def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
     """Read ``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``), ``X_dense.npy``, ``X_labels.npy``."""
-    base = unit.path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
-    dense, labels = (_load(f"{base}_{name}.npy") for name in ("dense", "labels"))
+    dense, labels = (_load(_companion(unit.path, name)) for name in ("dense", "labels"))
     names = recipe.names("sparse")
     if unit.path.endswith(".npz"):
         members: Any = _Members(unit.path, len(names))
@@ -351,8 +350,14 @@ def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> 
 
 def num_arrays_rows(path: str) -> int:
     """Return the number of rows of a day of ``.npy`` arrays; raises as `read_unit` does."""
-    base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
-    return len(_load(f"{base}_labels.npy"))
+    return len(_load(_companion(path, "labels")))
+
+
+def _companion(path: str, name: str) -> str:
+    """Return the path of the ``dense`` or ``labels`` file of a day whose sparse ids are in `path`.
+    """
+    day = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
+    return f"{day}_{name}.npy"
 
 
 def _load(path: str) -> np.ndarray:

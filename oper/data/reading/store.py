@@ -20,16 +20,11 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from oper.data.reading.workbook import rows_as_csv
 from oper.errors import InvalidInputError
+from oper.support.files import is_url as is_url
 
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUFFER_BYTES = 1 << 23  # read buffer of a remote file: latency costs more than a few megabytes
 _GCS_RETRY_S = 30
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a name is the URL of a file in a store."""
-    return _URL.match(os.fspath(path)) is not None
 
 
 def filesystem(url: str) -> tuple[Any, str, str]:

@@ -25,6 +25,7 @@ from oper.support import native
 _WRITE_ROWS = 1 << 20
 _SMALL_BYTES = 1 << 24  # maximum size of a vocabulary that is cached in memory
 _FEW = 1 << 16  # counts below this are tallied by np.bincount, larger ones by sorting
+# Returns an iterator over ascending distinct values [K] and counts int64 [K], piece by piece.
 Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 # Ascending distinct values [K], ids int32 [K], counts int64 [K], piece by piece.
 Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -224,19 +225,20 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
             levels, num = np.insert(levels, at, num_missing), np.insert(num, at, 0)
         num[at] += 1
         once += num_missing == 1
-    room = np.where(levels >= min_count, num, 0)
+    # By distinct count: number of values that get an id, first id, and number assigned so far.
+    num_ids = np.where(levels >= min_count, num, 0)
     if max_rows is not None:
-        hotter = np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
-        room = np.clip(max_rows - 1 - hotter, 0, room)
-    first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]]).astype(np.int64)
+        hotter = np.concatenate([np.cumsum(num_ids[::-1])[::-1][1:], [0]])
+        num_ids = np.clip(max_rows - 1 - hotter, 0, num_ids)
+    first = 1 + np.concatenate([np.cumsum(num_ids[::-1])[::-1][1:], [0]]).astype(np.int64)
     given = np.zeros(levels.size, np.int64)
     missing_id = 0
     if num_missing:
         at = int(np.searchsorted(levels, num_missing))
-        missing_id, given[at] = (int(first[at]), 1) if room[at] else (0, 0)
-    kept = _deal(folder, merger.slices, (levels, room, first, given),
-                 int(room.sum()) - (missing_id > 0))
-    facts = VocabularyFacts(int(room.sum()) + 1, distinct, once,
+        missing_id, given[at] = (int(first[at]), 1) if num_ids[at] else (0, 0)
+    kept = _write_values(folder, merger.slices, (levels, num_ids, first, given),
+                         int(num_ids.sum()) - (missing_id > 0))
+    facts = VocabularyFacts(int(num_ids.sum()) + 1, distinct, once,
                             total - kept - (num_missing if missing_id else 0), missing_id)
     note_facts(folder, facts, num_missing)
     return facts
@@ -281,25 +283,27 @@ def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([low, levels]), np.concatenate([few[low], num])
 
 
-def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
-    """Write values with ids by descending count, then ascending value; returns their total count.
+def _write_values(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int
+                  ) -> int:
+    """Write the `num_kept` values that get ids, by descending count, then ascending value.
 
-    One pass over ascending values suffices, with the next free id of each distinct count.
+    One pass over ascending values suffices, with the next free id of each distinct count. `state`
+    has the arguments of `native.assign_ids`. Returns the total count of the values written.
     """
-    levels, room, first, given = state
+    levels, num_ids, first, given = state
     accesses = 0
 
-    def dealt() -> Parts:
+    def parts() -> Parts:
         nonlocal accesses
         for values, counts in slices():
-            ids = native.deal(counts, (levels, room, first), given)
+            ids = native.assign_ids(counts, (levels, num_ids, first), given)
             has_id = ids > 0
             if not has_id.all():
                 values, ids, counts = values[has_id], ids[has_id], counts[has_id]
             accesses += int(counts.sum())
             yield values, ids, counts
 
-    write_parts(folder, dealt(), num_kept)
+    write_parts(folder, parts(), num_kept)
     return accesses
 
 

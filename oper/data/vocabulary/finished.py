@@ -289,8 +289,8 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
             raise FileFormatError(f"cannot read {str(path)!r}", "content", str(error)[:200],
                                   "columns value, id, count", "preprocess again") from None
     facts, (least, max_rows) = before.facts, limits
-    room = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
-    more = build(new, merger, num_missing, least, room)
+    most_new = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
+    more = build(new, merger, num_missing, least, most_new)
     merger.close()
     shift = facts.num_rows - 1
     missing_id = facts.missing_id or (more.missing_id + shift if more.missing_id else 0)

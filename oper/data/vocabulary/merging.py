@@ -107,6 +107,7 @@ class RunMerger:
                 yield merge_counts(parts)
 
     def close(self) -> None:
+        """Remove the files of spilled runs."""
         for pair in self._spilled:
             for path in pair:
                 path.unlink(missing_ok=True)

@@ -165,10 +165,11 @@ def look(folder: Path, number: int) -> Delta:
     return delta
 
 
-def check(deltas: list[Delta], turn: int, turns: int) -> None:
-    """Verify every `turns`-th file from `turn` on; raises FileFormatError if one is damaged."""
+def check(deltas: list[Delta], first: int, every: int) -> None:
+    """Verify files `first`, ``first + every``, ... of deltas; raises FileFormatError if one is
+    damaged."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
-    for path in files[turn::turns]:
+    for path in files[first::every]:
         read_part(path)
 
 

@@ -56,8 +56,8 @@ from oper.support.files import read_json, write_text
 
 MEMORY_BYTES = 256 << 20
 _TIMES = "times-to-live.json"  # in the folder of a chain
-# Priority of the writing thread: on a fully loaded machine, it runs while ranks wait for each
-# other. Waiting for the thread itself cannot starve it, because the waiting rank sleeps.
+# Niceness of the writing thread: on a fully loaded machine it runs only while ranks wait for each
+# other. When a rank waits for this thread, it sleeps, so that the thread gets its processor.
 _NICE = 19
 _WHAT = "cannot save a delta checkpoint"
 
@@ -92,7 +92,8 @@ class DeltaCheckpoints:
         self._changed: list[ChangedRows] = [
             ChangedRows(t) if t.replicas is None else t.replicas.changed_rows() for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
-        self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written
+        # Parts to write. One more is being filled and one written, so five buffers are in use.
+        self._queue: queue.Queue[Any] = queue.Queue(3)
         self._free: list[torch.Tensor] = []  # buffers of parts that have been written
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -143,9 +144,9 @@ class DeltaCheckpoints:
                 for c in self._changed if c.tables.keys is not None]
 
     def _has_same_times(self) -> bool:
-        """Whether the chain of deltas on disk was saved with the present times to live. Deltas name
-        keys that have just expired; if times to live change within a chain, its readers miss keys
-        that return, or that expire at once."""
+        """Whether the chain of deltas on disk was saved with the present times to live. Deltas list
+        only the keys that have expired since the last delta. If times to live changed within a
+        chain, its readers would miss keys that are valid again, and keys that expire at once."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
         times: Any = self._times_to_live()
         return not path.exists() or read_json(path, _WHAT) == times

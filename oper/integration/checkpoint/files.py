@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from oper.errors import FileFormatError
-from oper.support.files import check_sizes, damage_told, read_arrays, write_arrays
+from oper.support.files import check_sizes, damage_as_format_error, read_arrays, write_arrays
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
@@ -149,7 +149,8 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
         end = sizes.get(path, -1) if os.path.basename(path) == path else -1
         if not (begin >= 0 and length >= 0 and begin + length <= end):
             raise FileFormatError(what, "file, offset, bytes", (path, begin, length),
-                                  f"a part of a file there, which has {end} bytes",
+                                  "a file of this folder" if end < 0 else
+                                  f"a range of the file's {end} bytes",
                                   "load another checkpoint")
     total = sum(sizes.values())
     for name, item in metadata.state_dict_metadata.items():
@@ -164,7 +165,7 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
 
 
 def sum_of(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file."""
+    """Return the size in bytes and the CRC-32 of a file."""
     crc = size = 0
     block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
@@ -184,8 +185,8 @@ def _is_file_name(name: str) -> bool:
             and name.isascii() and name.isprintable())
 
 
-def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
-    """Verify the checksum of every `turns`-th file of a checkpoint, starting with file `turn`.
+def check_files(folder: Path, first: int = 0, every: int = 1) -> None:
+    """Verify the checksums of files `first`, ``first + every``, ... of a checkpoint.
 
     In a folder without a file of checksums, written by torch alone, verify the checksums inside
     torch's archives.
@@ -194,11 +195,11 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
         FileFormatError: a file is missing, truncated, damaged or belongs to another checkpoint.
     """
     if not (folder / CHECKSUMS).exists():
-        _check_items(folder, turn, turns)
+        _check_items(folder, first, every)
         return
     what = f"cannot read the checkpoint {str(folder)!r}"
     wanted = _sums(folder, what)
-    for name in sorted(wanted)[turn::turns]:
+    for name in sorted(wanted)[first::every]:
         try:
             found = list(sum_of(folder / name))
         except (FileNotFoundError, IsADirectoryError):
@@ -272,7 +273,7 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
     """
     size = file.seek(0, os.SEEK_END) - begin if size is None else size
     part = cast(BinaryIO, _Part(file, begin, size))
-    with damage_told(what), zipfile.ZipFile(part) as archive:
+    with damage_as_format_error(what), zipfile.ZipFile(part) as archive:
         check_sizes(archive, what, size)
         records = archive.infolist()
         if records and not any(r.CRC for r in records):
@@ -286,13 +287,13 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
                                   "the file is damaged, restore it from a copy or save it again")
 
 
-def _check_items(folder: Path, turn: int, turns: int) -> None:
+def _check_items(folder: Path, first: int, every: int) -> None:
     """Verify the archives, one per stored value, of a checkpoint without a file of checksums."""
     reader = CheckpointReader(folder)
     places = {(x.relative_path, x.offset): x
               for x in reader.read_metadata().storage_data.values()
-              if not x.transform_descriptors}  # such values are no archives but e.g. compressed
-    for key in sorted(places)[turn::turns]:
+              if not x.transform_descriptors}  # e.g. compressed values are no archives
+    for key in sorted(places)[first::every]:
         with open(folder / key[0], "rb") as file:
             check_archive(file, f"cannot read the checkpoint {str(folder)!r}: {key[0]}",
                           key[1], places[key].length)

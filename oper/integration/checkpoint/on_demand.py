@@ -36,8 +36,8 @@ class TableRows:
         dtype: dtype of the values.
         chunk_rows: rows per chunk.
         source: the value that `load_state_dict` has accepted for loading, or None.
-        version: tensor whose version counter updates increment, until
-            `oper.integration.table_tensor` has registered this; None otherwise.
+        version: tensor whose version counter updates of the rows must increment; None once
+            `oper.integration.table_tensor` has arranged this, or if it is not needed.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
@@ -63,7 +63,7 @@ class TableRows:
     def write(self, values: torch.Tensor, begin: int, column: int = 0) -> None:
         """Write `values` to rows from `begin` and columns from `column`.
 
-        Call ``tables.publish()`` after the last write.
+        Call ``tables.flush_replicas()`` after the last write.
         """
         self.tables.write(self.name, values, begin, self.part, column)
 
@@ -173,7 +173,7 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     """
     if chunk_bytes < 1:
         raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",
-                                "e.g. 64 << 20")
+                                "pass for example 64 << 20")
     token = _CHUNK.set(chunk_bytes)
     try:
         yield

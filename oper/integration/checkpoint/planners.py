@@ -102,7 +102,7 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
             raise InvalidInputError(f"cannot load {name!r}, rows of a dynamic table",
                                     "entries that the model lacks", left,
                                     "a table with the same keys",
-                                    "shard it with the `dynamic=` of the run that saved")
+                                    "shard it with the argument `dynamic` of the run that saved")
 
 
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
@@ -141,13 +141,13 @@ class LoadPlanner(DefaultLoadPlanner):
         # strings, so that TableRows are wrapped in a subclass of str in the meantime.
         places = list(_places_of_rows(state_dict))
         for owner, key, value in places:
-            owner[key] = _Standing.of(value)
+            owner[key] = _RowsAsText.of(value)
         try:
             super().set_up_planner(state_dict, metadata, is_coordinator)
         finally:
             for owner, key, value in places:
                 owner[key] = value
-        self.state_dict = {name: value.rows if isinstance(value, _Standing) else value
+        self.state_dict = {name: value.rows if isinstance(value, _RowsAsText) else value
                            for name, value in self.state_dict.items()}
 
     def create_local_plan(self) -> LoadPlan:
@@ -254,14 +254,14 @@ class LoadPlanner(DefaultLoadPlanner):
             super().commit_tensor(read_item, tensor)
 
 
-class _Standing(str):
+class _RowsAsText(str):
     """Wraps `TableRows` in a string, see `LoadPlanner.set_up_planner`."""
 
     rows: TableRows
 
     @staticmethod
-    def of(rows: TableRows) -> _Standing:
-        text = _Standing()
+    def of(rows: TableRows) -> _RowsAsText:
+        text = _RowsAsText()
         text.rows = rows
         return text
 

@@ -47,7 +47,7 @@ from oper.rows.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
-from oper.support.files import no_room
+from oper.support.files import disk_full_error
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
@@ -186,7 +186,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         tables = tables_of(model)
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
-            t.publish()
+            t.flush_replicas()
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)
     if extra is None:
@@ -347,7 +347,7 @@ def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
         return None
     kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)
     kind = next((k for k in kinds if isinstance(error, k)), OperError)
-    return kind, str(no_room(error) or error) or type(error).__name__
+    return kind, str(disk_full_error(error) or error) or type(error).__name__
 
 
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:

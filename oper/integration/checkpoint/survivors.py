@@ -21,7 +21,7 @@ from oper.integration.checkpoint.saving import Alone, save_by, tables_of
 from oper.shmem.counters.progress import Mark, Progress
 from oper.shmem.tables import ShardedTables
 
-_WHAT = "cannot save what the survivors hold"
+_WHAT = "cannot save a checkpoint without the missing ranks"
 
 
 class Survivors:
@@ -78,7 +78,7 @@ class Survivors:
             if not progress.is_unchanged(mark):
                 raise OperError(
                     _WHAT, "(arrivals, updates begun, updates ended) by rank",
-                    [tuple(c) for c in progress.counts()],
+                    [(c.arrivals, c.begun, c.ended) for c in progress.counts()],
                     f"{mark.updates} updates begun and ended on all ranks, and no further one",
                     "an update had begun or may still begin: load the last checkpoint")
         first = self._progress[0]

@@ -84,7 +84,7 @@ def _mesh(tables: ShardedTables) -> Any:
 
 
 def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
-    """Write a ``state_dict`` value to a table; call ``tables.publish()`` after the last one.
+    """Write a ``state_dict`` value to a table; call ``tables.flush_replicas()`` after the last one.
 
     A ``DTensor`` is broadcast to all ranks in chunks, so that no rank holds all rows at once.
 
@@ -217,7 +217,7 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     for name, value in found.items() if not errors else ():
         load_entry(tables, names[name], value)
     unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
-    tables.publish()
+    tables.flush_replicas()
 
 
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
@@ -236,7 +236,8 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, Any]) -> None:
-    """Write the entries of `optimizer_entries`; call ``tables.publish()`` after the last table."""
+    """Write the entries of `optimizer_entries`; call ``tables.flush_replicas()`` after all tables.
+    """
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
@@ -274,7 +275,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
     Args:
         tables: the collection that holds the tables.
-        weights: (table name, unsharded weight [num_rows, dim], init function; None = uniform in
+        weights: (table name, unsharded weight [num_rows, dim], init function; None = uniform within
             +-sqrt(1 / num_rows)). For a weight on the meta device, the init function fills the
             table in chunks of logical rows; the seed of a chunk depends on rank 0's torch seed, the
             table name and the chunk's index, so that the values do not depend on the plan. Other
@@ -287,7 +288,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
             _initialise(tables, name, init_fn, seed)
             continue
         load_entry(tables, name, rank0_values(tables, weight))
-    tables.publish()
+    tables.flush_replicas()
 
 
 def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:

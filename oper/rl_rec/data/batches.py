@@ -12,7 +12,7 @@ from oper.errors import InvalidInputError
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Histories, Sequences
 
-_POOL = 32
+_POOL = 32  # batches in a pool of trajectories that are sorted by length, see `_parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,9 @@ class SequenceBatches:
         """Yield a rank's batches of epoch `number`."""
         for at in _parts(len(self), number, share, self._stop - self._start):
             rows, lengths = self.data.rows_between(self._first[at], self._stop[at])
-            yield Sequences(*_tensors(
+            yield Sequences(*map(torch.from_numpy, (
                 self._users[at], self.data.items[rows], self.data.rewards[rows], lengths,
-                self._start[at] - self._first[at], self._returns[rows]),
-                times=torch.from_numpy(self.data.times[rows]), actions=_actions(self.data, rows))
+                self._start[at] - self._first[at], self._returns[rows])), **_rest(self.data, rows))
 
 
 class HistoryBatches:
@@ -111,12 +110,14 @@ def training_histories(data: Interactions, users: np.ndarray) -> Histories:
 def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> Histories:
     """Return the interactions ``offsets[u]:stop`` of `users` int64 [B]; `stop` int64 [B]."""
     rows, lengths = data.rows_between(data.offsets[users], stop)
-    return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths),
-                     times=torch.from_numpy(data.times[rows]), actions=_actions(data, rows))
+    return Histories(*map(torch.from_numpy, (users, data.items[rows], data.rewards[rows], lengths)),
+                     **_rest(data, rows))
 
 
-def _actions(data: Interactions, rows: np.ndarray) -> torch.Tensor | None:
-    return None if data.actions is None else torch.from_numpy(data.actions[rows])
+def _rest(data: Interactions, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return times and, if there are any, actions of the given rows, by field of `Histories`."""
+    return {name: torch.from_numpy(column[rows]) for name, column in (
+        ("times", data.times), ("actions", data.actions)) if column is not None}
 
 
 Batches = SequenceBatches | HistoryBatches
@@ -150,7 +151,3 @@ def _parts(count: int, epoch: int, share: Share, lengths: np.ndarray | None = No
         order = order[np.lexsort((lengths[order], pool))]
     for step in rng.permutation(steps):
         yield order[step * size + share.rank:(step + 1) * size:share.world_size]
-
-
-def _tensors(*arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)

@@ -107,17 +107,24 @@ class HeldOut:
 
 
 class Log(NamedTuple):
-    """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
-    float32 (before `from_log`: labels), times int64 in seconds, ids of baskets int64
-    (<= 0 = missing) or None, and ids of `DataOptions.action`, if any, and `content`, int64 [N, C]
-    (0 = missing), or None."""
+    """N rows of a log, in its order.
+
+    Attributes:
+        users, items: ids int64 [N], <= 0 = missing.
+        rewards: float32 [N]; labels before `from_log` converts them.
+        times: int64 [N], seconds since 1970.
+        baskets: ids int64 [N], <= 0 = missing; None = no baskets.
+        actions: ids of the interactions' kinds, int64 [N], 0 = missing; None = no kinds.
+        content: ids of the items' features, int64 [N, F], 0 = missing; None = no features.
+    """
 
     users: np.ndarray
     items: np.ndarray
     rewards: np.ndarray
     times: np.ndarray
     baskets: np.ndarray | None = None
-    features: np.ndarray | None = None
+    actions: np.ndarray | None = None
+    content: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> Log:
         """Select rows by indices int64 [M] or a mask bool [N]."""
@@ -212,19 +219,17 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     folder = Folder.open(path)
     what = f"cannot read interactions from {os.fspath(path)!r}"
     single = [name for name in folder.sparse if name not in folder.multi_hot]
-    features = (*filter(None, (options.action,)), *options.content)
-    for key, names in (("user", (options.user,)), ("item", (options.item,)),
-                       ("basket", filter(None, (options.basket,))),
-                       ("action", filter(None, (options.action,))), ("content", options.content)):
-        for name in names:
-            if name not in single:
-                raise InvalidInputError(what, "column", name, f"one of {single}",
-                                        f"set interactions.{key}")
+    optional = (("basket", options.basket), ("action", options.action),
+                *(("content", name) for name in options.content))
+    chosen = [("user", options.user), ("item", options.item), *(x for x in optional if x[1])]
+    for key, name in chosen:
+        if name not in single:
+            raise InvalidInputError(what, "column", name, f"one of {single}",
+                                    f"set interactions.{key}")
     if not folder.time:
         raise InvalidInputError(what, "time column", None, "a log with times",
                                 "name the log's time column in its recipe")
-    columns = folder.read_columns(tuple(filter(None, (
-        options.user, options.item, folder.label, folder.time, options.basket, *features))))
+    columns = folder.read_columns((folder.label, folder.time, *(name for _, name in chosen)))
 
     def known(name: str) -> np.ndarray:
         ids = columns[name].astype(np.int64)
@@ -234,7 +239,8 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     log = Log(known(options.user), known(options.item), columns[folder.label].astype(np.float32),
               columns[folder.time].astype(np.int64),
               known(options.basket) if options.basket else None,
-              np.stack([known(name) for name in features], axis=1) if features else None)
+              known(options.action) if options.action else None,
+              np.stack([known(n) for n in options.content], 1) if options.content else None)
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")
 
@@ -247,12 +253,12 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
             or the protocol needs baskets and the log has none.
     """
     left_out = {}
-    num_features = bool(options.action) + len(options.content)
-    if num_features != (0 if log.features is None else log.features.shape[1]):
-        raise InvalidInputError("cannot read features of a log", "columns of Log.features", None
-                                if log.features is None else log.features.shape[1],
-                                f"{num_features}: the action, if any, and the content",
-                                "pass them, or change interactions.action and .content")
+    given = (log.actions is not None, 0 if log.content is None else log.content.shape[1])
+    if given != (bool(options.action), len(options.content)):
+        raise InvalidInputError(
+            "cannot read features of a log", "whether Log has actions, columns of Log.content",
+            given, f"{bool(options.action), len(options.content)} as in the options",
+            "pass them, or change interactions.action and .content")
     with np.errstate(all="ignore"):
         log = log._replace(rewards=(
             (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
@@ -295,23 +301,20 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         log, cut = _fold_in(log, held, options)
     else:
         cut = _Cut.of(log, options)
-    is_training = np.arange(users.size) < cut.train_stop[users]
-    ranks = [_by_count(ids, is_training) for ids in (users, items)]
+    ranks = [_by_count(ids, cut.is_training) for ids in (users, items)]
     item_ids = np.zeros(raw_items.size + 1, np.int64)
     item_ids[ranks[1]] = raw_items
-    return replace(_numbered(log, cut, ranks[0], ranks[1], bool(options.action)),
-                   item_ids=item_ids, source=source, left_out=left_out,
-                   content=_content(log, options, ranks[1]))
+    return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
+                   left_out=left_out, content=_content(log, options, ranks[1]))
 
 
 def _content(log: Log, options: DataOptions, item_id: np.ndarray) -> np.ndarray:
     """Return `Interactions.content`; raises InvalidInputError if rows of an item differ."""
     found = np.zeros((len(options.content), item_id.size + 1), np.int64)
-    if log.features is not None:
-        features = log.features[:, log.features.shape[1] - len(options.content):].T
-        found[:, item_id[log.items]] = features
-        for name, ids, wanted in zip(options.content, found[:, item_id[log.items]], features,
-                                     strict=True):
+    if log.content is not None:
+        items = item_id[log.items]
+        found[:, items] = log.content.T
+        for name, ids, wanted in zip(options.content, found[:, items], log.content.T, strict=True):
             num_other = int((ids != wanted).sum())
             if num_other:
                 raise InvalidInputError("cannot describe items by a column", "column", name,
@@ -377,12 +380,20 @@ def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
 
 
 def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cut]:
-    """Move held-out rows of held-out users to each user's end; returns the rows and their cut.
+    """Draw the rows of held-out users that are not history, and move them to each user's end.
 
-    Of a user's n rows, ``floor((1 - fold_in) n)`` random ones are held out: none if n is small.
+    Of such a user's n rows, ``floor((1 - fold_in) n)`` are drawn: none if n is small.
+
+    Args:
+        log: rows ordered by user.
+        held: masks of the rows of validation and of test users, bool [2, N].
+        options: `fold_in` and the seed.
+
+    Returns:
+        The reordered rows and their division.
     """
     counts = np.bincount(log.users)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    offsets = np.cumsum(counts) - counts
     drawn = np.lexsort((np.random.default_rng((options.seed, 1)).random(log.users.size), log.users))
     place = np.empty(log.users.size, np.int64)  # random rank of each row among its user's rows
     place[drawn] = np.arange(log.users.size) - offsets[log.users[drawn]]
@@ -390,11 +401,8 @@ def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cu
     asked = held.any(axis=0) & (place >= histories[log.users])
     order = np.lexsort((asked, log.users))
     log, held, asked = log.rows(order), held[:, order], asked[order]
-    targets = asked & (log.rewards > 0) & _first_of_pairs(log)
-    stop = offsets[:-1] + histories
-    trains = ~np.any(held, axis=0).reshape(-1)[offsets[:-1]]
-    return log, _Cut(np.where(trains, offsets[1:], offsets[:-1]), (stop, stop),
-                     (targets & held[0], targets & held[1]))
+    targets = held & asked & (log.rewards > 0) & _first_of_pairs(log)
+    return log, _Cut(~(held[0] | held[1]), np.stack([~asked, ~asked]), targets)
 
 
 def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
@@ -407,82 +415,74 @@ def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Row indices at which each user's training data and validation and test histories end, int64
-    [U] each; and masks of the validation and test targets, bool [N] each."""
+    """Division of N rows, ordered by user, into training data, histories and targets.
 
-    train_stop: np.ndarray
-    stops: tuple[np.ndarray, np.ndarray]
-    targets: tuple[np.ndarray, np.ndarray]
+    Training data and histories are the first rows of each user.
+
+    Attributes:
+        is_training: bool [N].
+        histories: whether each row is in its user's validation history, and in the test history,
+            bool [2, N].
+        targets: whether each row is a validation target, and a test target, bool [2, N].
+    """
+
+    is_training: np.ndarray
+    histories: np.ndarray
+    targets: np.ndarray
 
     @staticmethod
     def of(log: Log, options: DataOptions) -> _Cut:
-        num_users = int(log.users[-1]) + 1
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users, minlength=num_users))])
-        if options.protocol == "time":
-            return _Cut._at_times(log, options, offsets)
-        at = np.arange(log.users.size)
+        """Divide rows ordered by user, then time, by a protocol other than held-out users."""
         # Rankings leave out the history, so an item of the history could never be hit as a target.
         wanted = (log.rewards > 0) & _first_of_pairs(log)
+        if options.protocol == "time":
+            return _Cut._at_times(log, options, wanted)
+        at = np.arange(log.users.size)
         begins = at  # first row of each held-out unit, which is a row or a basket
         if options.protocol == "leave_last_baskets":
             new = np.ones(at.size, bool)
             new[1:] = (np.diff(log.users) != 0) | (np.diff(_baskets_of(log)) != 0)
             begins = np.maximum.accumulate(np.where(new, at, 0))
         points = np.unique(begins[wanted])
-        ends = np.cumsum(np.bincount(log.users[points], minlength=num_users))
+        ends = np.cumsum(np.bincount(log.users[points], minlength=int(log.users[-1]) + 1))
         has_two = np.diff(ends, prepend=0) >= 2
-        stops = [np.zeros(num_users, np.int64) for _ in range(2)]
-        for back, stop in zip((2, 1), stops, strict=True):
-            stop[has_two] = points[ends[has_two] - back]
+        stops = np.zeros((2, ends.size), np.int64)  # by user, first rows of the last two units
+        stops[:, has_two] = points[ends[has_two] - 2], points[ends[has_two] - 1]
         # A user without interactions before its validation targets is only used for training.
-        asked = has_two & (stops[0] > offsets[:-1])
-        targets = [wanted & asked[log.users] & (begins == stop[log.users]) for stop in stops]
-        return _Cut(np.where(asked, stops[0], offsets[1:]), (stops[0], stops[1]),
-                    (targets[0], targets[1]))
+        asked = (has_two & (stops[0] > np.searchsorted(log.users, np.arange(ends.size))))[log.users]
+        stop = stops[:, log.users]
+        histories = asked & (at < stop)
+        return _Cut(~asked | histories[0], histories, asked & wanted & (begins == stop))
 
     @staticmethod
-    def _at_times(log: Log, options: DataOptions, offsets: np.ndarray) -> _Cut:
+    def _at_times(log: Log, options: DataOptions, wanted: np.ndarray) -> _Cut:
         ordered = np.sort(log.times)
         shares = (1 - options.valid - options.test, 1 - options.test)
         points = [ordered[min(ordered.size - 1, int(s * ordered.size))] for s in shares]
-        num_users = offsets.size - 1
-        stops = [offsets[:-1] + np.bincount(log.users[log.times < p], minlength=num_users)
-                 for p in points]
-        at = np.arange(log.users.size)
-        targets = []
-        for k, stop in enumerate(stops):
-            end = stops[1] if k == 0 else offsets[1:]
-            new = _first_of_pairs(log)  # targets must not be in the history nor repeat
-            mask = new & (log.rewards > 0) & (at >= stop[log.users]) & (at < end[log.users])
-            targets.append(mask & (stop > offsets[:-1])[log.users])
-        return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
+        histories = np.stack([log.times < point for point in points])
+        periods = np.stack([histories[1] & ~histories[0], ~histories[1]])
+        has_history = np.stack([np.isin(log.users, log.users[h]) for h in histories])
+        return _Cut(histories[0], histories, wanted & periods & has_history)
 
 
-def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, has_actions: bool
-              ) -> Interactions:
+def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
     """Renumber users and items and order rows by new user id; leaves `item_ids` empty."""
     num_users = user_id.size + 1
-    old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
-    users = user_id[log.users]
-    order = np.argsort(users, kind="stable")
+    order = np.argsort(user_id[log.users], kind="stable")
+    users, items = user_id[log.users][order], item_id[log.items][order]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=num_users))])
-    moved = np.zeros(num_users, np.int64)  # by new user: new row index minus old one
-    moved[user_id] = offsets[user_id] - old_offsets[:-1]
 
-    def by_user(rows: np.ndarray) -> np.ndarray:
-        found = np.zeros(num_users, np.int64)
-        found[user_id] = rows
-        return found + moved
+    def by_user(mask: np.ndarray) -> np.ndarray:
+        return np.bincount(users[mask[order]], minlength=num_users)
 
-    items = item_id[log.items][order]
     held = []
-    for stop, is_target in zip(cut.stops, cut.targets, strict=True):
-        mask = is_target[order]
-        lengths = np.bincount(users[order][mask], minlength=num_users)
+    for history, is_target in zip(cut.histories, cut.targets, strict=True):
+        lengths = by_user(is_target)
         asked = np.flatnonzero(lengths)
-        held.append(HeldOut(asked, by_user(stop)[asked], items[mask], lengths[asked]))
+        held.append(HeldOut(asked, (offsets[:-1] + by_user(history))[asked],
+                            items[is_target[order]], lengths[asked]))
     return Interactions(
-        users[order], items, log.rewards[order], log.times[order], offsets,
-        by_user(cut.train_stop), num_users, item_id.size + 1, np.zeros(0, np.int64), held[0],
-        held[1],
-        actions=log.features[order, 0] if has_actions and log.features is not None else None)
+        users, items, log.rewards[order], log.times[order], offsets,
+        offsets[:-1] + by_user(cut.is_training), num_users, item_id.size + 1,
+        np.zeros(0, np.int64), held[0], held[1],
+        actions=None if log.actions is None else log.actions[order])

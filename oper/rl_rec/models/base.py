@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from oper.errors import require
 from oper.ranges import Count, Positive, Share, ShareBelowOne, one_of, rules_of
@@ -122,7 +122,8 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
     def lookups(self, batch: Any) -> list[Any]:
-        """Return the KJTs that `forward` looks up for a batch, one per collection, to count."""
+        """Return the KJTs that `forward` looks up for a batch, one per collection, for access
+        statistics."""
         raise NotImplementedError
 
     def encode(self, histories: Histories) -> Any:
@@ -174,14 +175,16 @@ def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTe
                              stride=lengths[0].numel())
 
 
-def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, ids: torch.Tensor
-            ) -> torch.Tensor:
-    """Look up ids int64 [n] as `feature`, one of the collection's `features`; float32 [n, D]."""
-    none = ids.new_zeros(0)
-    found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
-                              for key in features)))
-    rows: torch.Tensor = found[feature].values()
-    return rows
+def look_up(tables: EmbeddingCollection, features: Sequence[str], ids: Mapping[str, torch.Tensor]
+            ) -> dict[str, JaggedTensor]:
+    """Look up ids int64 [n] by feature; the other ones of the collection's `features` get no ids.
+
+    The values of each feature's result are float32 [n, D].
+    """
+    none = next(iter(ids.values())).new_zeros(0)
+    found: dict[str, JaggedTensor] = tables(make_kjt(*(one_bag(key, ids.get(key, none), 1)
+                                                       for key in features)))
+    return found
 
 
 def last(histories: Histories, count: int) -> Histories:
@@ -246,13 +249,11 @@ class NegativeSampler:
                               device=ids.device)
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
-    def loss(self, kind: str, calibration: float, *parts: torch.Tensor) -> torch.Tensor:
-        """Compute the loss `kind`, one of `LOSSES`, float32 [N]; `parts` are the arguments of
-        `softmax_loss`, `calibration` that of `gbce_loss`."""
-        if kind == "softmax":
-            return self.softmax_loss(*parts)
-        queries, targets, target_rows, drawn, drawn_rows = parts
-        return self.gbce_loss(queries, targets, target_rows, drawn, drawn_rows, calibration)
+    def loss(self, config: SequenceConfig, *parts: torch.Tensor) -> torch.Tensor:
+        """Compute the loss that `config` chooses, float32 [N]; `parts` are the arguments of
+        `softmax_loss`."""
+        return (self.softmax_loss(*parts) if config.loss == "softmax"
+                else self.gbce_loss(*parts, calibration=config.calibration))
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
@@ -276,7 +277,7 @@ class NegativeSampler:
         return torch.logsumexp(torch.cat([wanted, others], dim=1), dim=1) - wanted[:, 0]
 
     def gbce_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
-                  drawn: torch.Tensor, drawn_rows: torch.Tensor, calibration: float
+                  drawn: torch.Tensor, drawn_rows: torch.Tensor, *, calibration: float
                   ) -> torch.Tensor:
         """Compute generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), [N].
 

@@ -321,7 +321,7 @@ class CDT4Rec(Recommender):
         rows = self.items(kjts[0])
         steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
                             batch.lengths - batch.skip)
-        returns = self._shown(batch.returns[steps.at] / self.scale)
+        returns = self._as_input(batch.returns[steps.at] / self.scale)
         phi = self.backbone(steps.states, steps.actions, steps.rewards, returns)
         estimates = self.heads.rewards(phi, steps.actions)
         if self.estimate_returns:
@@ -329,8 +329,8 @@ class CDT4Rec(Recommender):
         valid, at = steps.valid, steps.at[steps.valid]
         out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
         action = self.negatives.loss(
-            self.config.loss, self.config.calibration, self.heads.queries(phi, returns)[valid],
-            batch.items[at], out, kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
+            self.config, self.heads.queries(phi, returns)[valid], batch.items[at], out,
+            kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
         reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()
         loss = action + self.config.reward_weight * reward
         return loss, {"action": action.detach(), "reward": reward.detach()}
@@ -392,9 +392,9 @@ class CDT4Rec(Recommender):
         users = torch.arange(recent.num_users, device=phi.device)
         phi = phi[users, num_steps - 1]
         wanted = phi.new_full((recent.num_users,), self.target / self.scale)
-        return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
+        return Encoded(phi, self.heads.queries(phi, self._as_input(wanted)))
 
-    def _shown(self, returns: torch.Tensor) -> torch.Tensor:
+    def _as_input(self, returns: torch.Tensor) -> torch.Tensor:
         """Convert returns-to-go to the model's input: 0 with ``returns="none"``."""
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
@@ -406,15 +406,16 @@ class CDT4Rec(Recommender):
             before = t < num_steps - 1
             coming = torch.where(before, rewards[:, t] + self.config.gamma * coming, coming)
             found[:, t] = coming
-        return self._shown(found / self.scale)
+        return self._as_input(found / self.scale)
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Compute ``<q, E^O[i]>``, float32 [B, n]."""
-        return encoded.queries @ look_up(self.items, self.features, "drawn", items).T
+        return encoded.queries @ look_up(self.items, self.features, {"drawn": items}
+                                         )["drawn"].values().T
 
     def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Estimate the rewards of any items int64 [n] for each user, float32 [B, n]."""
-        actions = self.action(look_up(self.items, self.features, "seen", items))
+        actions = self.action(look_up(self.items, self.features, {"seen": items})["seen"].values())
         shape = (encoded.phi.shape[0], *actions.shape)
         estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))
         return torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates

@@ -22,9 +22,10 @@ class Trajectories(NamedTuple):
     valid: torch.Tensor    # bool [B, T], false for padding
 
 
-# Returns are divided by their maximum, so that squared errors of their estimates are about 0.02.
+# Weight of the loss of estimated returns: their squared errors are small, about 0.02, since returns
+# are divided by their maximum.
 _VALUE_WEIGHT = 10.0
-_LEAST_STD = 0.05
+_LEAST_STD = 0.05  # lower limit of sigma in `censored_loss`
 
 
 def perceptron(inputs: int, outputs: int) -> nn.Sequential:
@@ -61,7 +62,7 @@ class ContinuousCDT4Rec(nn.Module):
 
     With ``returns="estimated"`` a third head estimates the return-to-go of any action,
     ``g^_t(a) = MLP [ phi_t ; x_t ; a ]``. After the first third of training, its estimates
-    for the logged actions replace logged returns. A logged return also contains luck, which no
+    for the logged actions replace logged returns. A logged return also contains chance, which no
     action can repeat; an estimate contains only what history, state and action explain.
 
     Args:
@@ -92,7 +93,7 @@ class ContinuousCDT4Rec(nn.Module):
         """Compute phi, float32 [B, T, D]."""
         found: torch.Tensor = self.backbone(
             self.state(batch.states), self.action(batch.actions),
-            batch.rewards / self.reward_scale, self._shown(batch.returns))
+            batch.rewards / self.reward_scale, self._as_input(batch.returns))
         return found
 
     def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -120,9 +121,9 @@ class ContinuousCDT4Rec(nn.Module):
 
     def _predicted(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
         """Parameters of the actions' distributions, [B, T, A + 1], see `censored_loss`."""
-        found: torch.Tensor = self.out(self.heads.queries(phi, self._shown(returns)))
+        found: torch.Tensor = self.out(self.heads.queries(phi, self._as_input(returns)))
         return found
 
-    def _shown(self, returns: torch.Tensor) -> torch.Tensor:
+    def _as_input(self, returns: torch.Tensor) -> torch.Tensor:
         """Scale returns-to-go as the model's input; they are 0 with ``returns="none"``."""
         return returns * (self.config.returns != "none") / self.return_scale

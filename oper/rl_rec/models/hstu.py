@@ -42,6 +42,7 @@ from oper.rl_rec.models.base import (
     Histories,
     Sequences,
     item_table,
+    look_up,
     make_kjt,
     one_bag,
     padded,
@@ -124,10 +125,10 @@ class Layer(nn.Module):
         weights = F.silu(query @ seen.keys.transpose(-1, -2) + self._bias(relation))
         found = weights.masked_fill(relation.hidden.unsqueeze(1), 0.0) @ seen.values
         if past is not None:
-            alike = (query * own.keys).sum(dim=-1, keepdim=True) + self.position[0]
+            itself = (query * own.keys).sum(dim=-1, keepdim=True) + self.position[0]
             if self.time is not None:
-                alike = alike + self.time[0]
-            found = found + F.silu(alike) * own.values
+                itself = itself + self.time[0]
+            found = found + F.silu(itself) * own.values
         pooled = _normalized(found.transpose(1, 2).flatten(2) / self.reach)
         return x + self.out(pooled * gate), own
 
@@ -231,9 +232,7 @@ class HSTU(NextItem):
 
     def rows_of(self, items: torch.Tensor) -> torch.Tensor:
         given = {"drawn": items} | {f"drawn_{k}": ids[items] for k, ids in enumerate(self.content)}
-        none = items.new_zeros(0)
-        return self.rows(self.items(make_kjt(*(
-            one_bag(key, given.get(key, none), 1) for key in self.features))), "drawn")
+        return self.rows(look_up(self.items, self.features, given), "drawn")
 
     # ---- the network ----
 

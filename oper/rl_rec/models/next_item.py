@@ -110,7 +110,7 @@ class NextItem(Recommender):
 
     def rows_of(self, items: torch.Tensor) -> torch.Tensor:
         """Look up the rows of any items int64 [n], float32 [n, D]."""
-        return look_up(self.items, self.features, "drawn", items)
+        return self.rows(look_up(self.items, self.features, {"drawn": items}), "drawn")
 
     def with_start(self, items: torch.Tensor) -> torch.Tensor:
         """Prepend the start vector to sequences [B, P, D]; float32 [B, P + 1, D]."""
@@ -162,9 +162,8 @@ class NextItem(Recommender):
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)
-        losses = self.negatives.loss(
-            self.config.loss, self.config.calibration,
-            unpadded(queries, batch.lengths)[wanted], batch.items[wanted], rows[wanted], *drawn)
+        losses = self.negatives.loss(self.config, unpadded(queries, batch.lengths)[wanted],
+                                     batch.items[wanted], rows[wanted], *drawn)
         if weights is not None:
             losses = losses * weights[wanted]
         return losses.sum() / wanted.sum().clamp(min=1)

@@ -139,16 +139,14 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
     fitted = _FittedModel(log, target, error) if model is None else None
     threshold, shrinkage = (_least_error(options, direct, error, cluster, fitted)
                             for options in (thresholds, shrunk))
-    values = {"dm": direct, "dr": direct + w * error,
-              "switch-dr": direct + thresholds[threshold] * error,
-              "dros": direct + shrunk[shrinkage] * error, "ips": w * rewards}
+    weights = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
+               "dros": shrunk[shrinkage]}
+    values = {name: direct + v * error for name, v in weights.items()} | {"ips": w * rewards}
     if groups is not None:
         values["mips"] = groups.weights(log, target) * rewards
-    used = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
-            "dros": shrunk[shrinkage]}
-    moved = {name: fitted.sensitivity(weights) for name, weights in used.items()} if fitted else {}
-    terms = {name: x + moved.get(name, 0.0) for name, x in values.items()}
-    terms |= {"w": w, "ones": np.ones(shape[0])}
+    terms = values | {"w": w, "ones": np.ones(shape[0])}
+    if fitted:
+        terms |= {name: terms[name] + fitted.sensitivity(v) for name, v in weights.items()}
     sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
     drawn = dict(zip(terms, resampled_sums(sums, samples).T, strict=True))
     found = {name: interval(float(x.mean()), drawn[name] / drawn["ones"]
@@ -172,11 +170,13 @@ def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None
 
 
 class _FittedModel:
-    """Linearised effect of rewards on the mean of ``direct + v error`` through `reward_model`'s q.
+    """Linearised effect of rewards on estimates of the form ``1/N sum_n (direct_n + v_n error_n)``
+    through the q of `reward_model`, to include the sampling error of q in intervals.
 
-    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward changes q by
-    ``error / (N + prior)``; q changes the mean by the target's total probability in the cell minus
-    the total correction weight v in it.
+    q of a cell (action, position) is ``(R + prior m) / (n + prior)`` with the sum R of its n
+    rewards and the overall mean m. A row's reward changes the q of its cell by ``error /
+    (n + prior)``. A change of q changes the sum by the target policy's total probability of the
+    cell minus the total weight v of its rows.
     """
 
     def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
@@ -187,7 +187,8 @@ class _FittedModel:
         self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
 
     def sensitivity(self, weights: np.ndarray) -> np.ndarray:
-        """Compute the effect of each row's reward, in units of one row's term, float64 [N]."""
+        """Compute the effect of each row's reward on the sum over rows, float64 [N], given v [N].
+        """
         corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
         return ((self.wanted - corrected) / self.count)[self.cell] * self.error
 

@@ -23,17 +23,20 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
         float64 [N, num_actions], rows that sum to 1.
 
     Raises:
-        InvalidInputError: a row has NaN, +inf or only -inf, or a parameter is out of range.
+        InvalidInputError: `scores` is empty or has another shape, a row has NaN, +inf or only -inf,
+            or a parameter is out of range.
     """
     scores = np.asarray(scores, np.float64)
-    if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
-        raise InvalidInputError("cannot make a policy", "shape of scores", scores.shape,
-                                "[N, num_actions], not empty, with finite row maxima",
-                                "check the shape, and the scores for NaN and infinity")
-    require("cannot make a policy", "choose another value",
+    is_matrix = scores.ndim == 2 and scores.size > 0
+    best = scores.max(1, keepdims=True) if is_matrix else scores
+    num_bad = int((~np.isfinite(best)).sum())
+    require("cannot make a policy", "change this argument of softmax_policy",
+            ("shape of scores", scores.shape, is_matrix, "[N, num_actions], not empty"),
+            ("scores", f"NaN, inf or only -inf in {num_bad} rows", num_bad == 0,
+             "a finite maximum in every row"),
             ("temperature", temperature, 0 <= temperature < np.inf, "finite, >= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
-    below_best = scores - scores.max(1, keepdims=True)
+    below_best = scores - best
     chosen = (np.exp(below_best / temperature) if temperature
               else (below_best == 0).astype(np.float64))
     chosen /= chosen.sum(1, keepdims=True)

@@ -12,8 +12,7 @@ from oper.data.arrays import places_of
 from oper.rl_rec.data.batches import histories_until
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Recommender
-from oper.rl_rec.ranking.jagged import Jagged
-from oper.rl_rec.ranking.metrics import MetricOptions, RankingMetrics, top_k
+from oper.rl_rec.ranking.metrics import Jagged, MetricOptions, RankingMetrics, top_k
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 All items are ranked, since metrics on sampled candidates are not comparable (Krichene & Rendle, KDD
 2020). Conventions are those of RecBole and of Liang et al. (WWW 2018): binary relevance, ideal DCG
-over ``min(k, positives)``; users without positives are skipped and counted. Equal scores are ranked
-by ascending id, so that results do not depend on the division into shards.
+over ``min(k, positives)``; users without positives are left out. Equal scores are ranked by
+ascending id, so that results do not depend on the division into shards.
 """
 
 from __future__ import annotations
@@ -15,12 +15,40 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, require_fields
+from oper.errors import InvalidInputError, require, require_fields
 from oper.ranges import one_of, rules_of
-from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
 NOTHING = -1  # fills rankings with fewer than k items
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jagged:
+    """N concatenated rows of item ids; raises InvalidInputError if lengths do not match.
+
+    Attributes:
+        values: int64 [L].
+        lengths: length of each row, int64 [N], >= 0; they sum to L.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+    def __post_init__(self) -> None:
+        negative = (self.lengths < 0).nonzero().flatten().tolist()
+        total = int(self.lengths.sum())
+        require("cannot read rows", "pass the length of each row",
+                ("rows of negative length", negative[:8], not negative, "none"),
+                ("sum of lengths", total, total == len(self.values),
+                 f"{len(self.values)}, the number of values"))
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Row index of each value, int64 [L]."""
+        return torch.repeat_interleave(self.lengths)
 
 
 def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | None = None
@@ -56,11 +84,14 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
         ids = torch.arange(first, first + scores.shape[1], device=scores.device)
         found = _best(scores, ids.expand(scores.shape), k)
         if best is not None:
-            found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
+            both, ids = torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1)
+            order = ids.argsort(dim=1)
+            found = _best(both.gather(1, order), ids.gather(1, order), k)
         best = found
     if best is None:
         raise InvalidInputError("cannot rank", "shards", 0, ">= 1", "score the items")
     ids = best[1].masked_fill(best[0] == float("-inf"), NOTHING)
+    ids = ids.gather(1, best[0].argsort(dim=1, descending=True, stable=True))
     return torch.nn.functional.pad(ids, (0, k - ids.shape[1]), value=NOTHING)
 
 
@@ -72,26 +103,19 @@ def _without(scores: torch.Tensor, first: int, exclude: Jagged) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select scores and ids [B, min(k, R)] of the best items, by descending score, ascending id."""
+    """Select scores and ids [B, min(k, R)] of the best items; ids ascend in arguments and result.
+    """
     k = min(k, scores.shape[1])
     if k == 0:
         return scores, ids
     last = scores.topk(k, dim=1, sorted=True).values[:, -1:]
-    # topk selects arbitrary items among ties for the last place: replace them by the smallest ids.
-    tied = scores == last
-    if bool((tied.sum(1) + (scores > last).sum(1) > k).any()):
-        order = ids.masked_fill(~tied, torch.iinfo(torch.int64).max).argsort(dim=1)
-        place = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1], device=order.device).expand(order.shape))
-        keep = (scores > last) | (tied & (place < k - (scores > last).sum(1, keepdim=True)))
-    else:
-        keep = scores >= last
+    keep = scores >= last
+    if int(keep.sum()) > k * len(keep):  # of items tied for the last places, keep the smallest ids
+        tied = scores == last
+        num_left = k - (keep & ~tied).sum(1, keepdim=True)
+        keep &= ~tied | (tied.cumsum(1, dtype=torch.int32) <= num_left)
     column = keep.nonzero()[:, 1].reshape(-1, k)
-    scores, ids = scores.gather(1, column), ids.gather(1, column)
-    order = ids.argsort(dim=1)
-    scores, ids = scores.gather(1, order), ids.gather(1, order)
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    return scores.gather(1, order), ids.gather(1, order)
+    return scores.gather(1, column), ids.gather(1, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +149,10 @@ class RankingMetrics:
         precision@k = sum h_r / k           recall@k = sum h_r / |P|  (or / min(k, |P|))
         hit_rate@k = max h_r                mrr@k = 1 / (first rank with h_r = 1), else 0
         ndcg@k = sum h_r / log2(r + 1) / sum_{r <= min(k, |P|)} 1 / log2(r + 1)
-
-    Attributes:
-        skipped: number of users without positives so far.
     """
 
     def __init__(self, options: MetricOptions) -> None:
         self.ks, self.recall = options.ks, options.recall
-        self.skipped = 0
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in options.names()}
 
     def update(self, top: torch.Tensor, positives: Jagged) -> None:
@@ -150,7 +170,6 @@ class RankingMetrics:
                                     f"[{len(positives)}, {max(self.ks)} or more]",
                                     "rank that many items for each of these users")
         users = positives.lengths > 0
-        self.skipped += int((~users).sum())
         hits = _hits(top, positives)[users].double()
         count = positives.lengths[users].double()
         gain = 1 / torch.arange(2, top.shape[1] + 2, dtype=torch.float64).log2()

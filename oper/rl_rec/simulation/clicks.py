@@ -18,8 +18,9 @@ def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
         per_page: items per page.
 
     Returns:
-        ``"step"``: total clicks / total items, which weights visits by length; ``"episode"``: mean
-        of the visits' rates. They differ if rates and lengths of visits are correlated.
+        ``"step"``: total clicks / total shown items, which weights visits by length;
+        ``"episode"``: mean of the visits' rates. They differ if rates and lengths of visits are
+        correlated.
 
     Raises:
         InvalidInputError: shapes differ, or numbers are out of range.

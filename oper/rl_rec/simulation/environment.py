@@ -65,8 +65,8 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
         shown = torch.as_tensor(np.asarray(action, np.float32)).reshape(1, -1)
         clicks = self._visits.step(shown)
         done = bool(self._visits.done)
-        told = {name: int(getattr(self._visits, name)) for name in ("page", "day", "visits")}
-        return self._observe(), float(clicks), done, False, told
+        info = {name: int(getattr(self._visits, name)) for name in ("page", "day", "visits")}
+        return self._observe(), float(clicks), done, False, info
 
     def _observe(self) -> np.ndarray:
         assert self._visits is not None

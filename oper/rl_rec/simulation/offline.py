@@ -154,7 +154,7 @@ class Oracle:
         page = now[:, PAGE].repeat(self.starts)
         weight = self._weight(past)[:, 0].repeat(self.starts)
 
-        def merit(actions: torch.Tensor) -> torch.Tensor:
+        def objective(actions: torch.Tensor) -> torch.Tensor:
             clicks, other = self.shop.expected(features, page, actions)
             return clicks + weight * other
 
@@ -162,12 +162,12 @@ class Oracle:
             raw = (torch.randn(features.shape[0], ACTION_DIM) * 0.3).requires_grad_()
             optimizer = torch.optim.Adam([raw], lr=0.2)
             for _ in range(self.steps):
-                loss = -merit(torch.tanh(raw)).sum()
+                loss = -objective(torch.tanh(raw)).sum()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
         actions = torch.tanh(raw.detach())
-        best = merit(actions).view(self.starts, -1).argmax(dim=0)
+        best = objective(actions).view(self.starts, -1).argmax(dim=0)
         return actions.view(self.starts, -1, ACTION_DIM)[best, torch.arange(best.numel())]
 
 

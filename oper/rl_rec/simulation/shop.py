@@ -175,21 +175,21 @@ def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
         first, last = shop.page[0], _last(shop.page)  # type: ignore[index]
         first.weight[:, NUM_FEATURES] *= 0.02  # page numbers are large
         first.weight[:, NUM_FEATURES + 1:] *= 1.5
-        suits = torch.randn(256, generator=g) / 16
+        suits = torch.randn(256, generator=g) / 16  # how much the hidden units add to clicks
         clicks = torch.arange(MAX_CLICKS + 1, dtype=torch.float32)
         last.weight[:MAX_CLICKS + 1] = 0.4 * clicks[:, None] * suits
         last.bias[:MAX_CLICKS + 1] = -0.9 * clicks
         if returning:
+            # How much they add to the second attribute.
             keeps = 0.95 * torch.randn(256, generator=g) / 16 + 0.3 * suits
-            looked = clicks[:NUM_ATTRIBUTES]
-            last.weight[MAX_CLICKS + 1:] = 0.4 * looked[:, None] * keeps
-            last.bias[MAX_CLICKS + 1:] = -0.6 * looked
+            attribute = clicks[:NUM_ATTRIBUTES]
+            last.weight[MAX_CLICKS + 1:] = 0.4 * attribute[:, None] * keeps
+            last.bias[MAX_CLICKS + 1:] = -0.6 * attribute
     return shop
 
 
 def _last(network: nn.Module) -> nn.Linear:
-    found = [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
-    return found
+    return [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
 
 
 class Visits:

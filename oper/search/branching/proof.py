@@ -21,12 +21,21 @@ _SLACK = 1e-9  # relative rounding error of adding barriers to a bound and subtr
 
 
 def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
-    """Write a part of a proof: its tree, pruned at nodes whose bound is at least `target_us`.
+    """Return one part of a proof as values that JSON can represent.
 
-    Inner nodes have their branching, leaves the prices by row number. `rows` describes each row:
-    ``["load", phase, group, class of ranks]``, ``["memory", class of domains]``,
-    ``["host memory", class of hosts]`` (classes of `oper.search.cost.space.model_classes`), or
-    ``[kind, phase, group]`` for a row about the owner of the largest piece.
+    Args:
+        tree: the tree that bounds the part.
+        plans: the kinds of plans in the part, from `oper.search.problem.space.PLANS`.
+        target_us: the bound to prove, microseconds: the tree is pruned at nodes whose bound is at
+            least this.
+
+    Returns:
+        ``{"plans", "apart", "rows", "tree"}``. ``apart`` is the load (phase, group) that determines
+        the distinguished host, or None. In ``tree``, inner nodes have their branching, leaves their
+        prices by row number. ``rows`` describes each row:
+        ``["load", phase, group, class of ranks]``, ``["memory", class of domains]``,
+        ``["host memory", class of hosts]`` (classes of `oper.search.cost.space.model_classes`), or
+        ``[kind, phase, group]`` for an inequality about the owner of the largest piece.
     """
     by_load = tree.bound.relaxation.distinguished
     load = None if by_load is None else _load_name(tree.bound.relaxation, by_load)
@@ -35,10 +44,10 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
 
 
 def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float) -> None:
-    """Branch a tree that consists of its root as in a proof, and bound the leaves by its prices.
+    """Branch as a proof did, and bound the leaves at the proof's prices.
 
     Args:
-        tree: the tree.
+        tree: a tree that has only its root; changed in place.
         part: a part of a proof for the same kinds of plans, perhaps of another problem. Branchings
             on tables that this one lacks, and loads that it does not have, are left out.
         step_us: cutoff: the known plan's step, without barriers; only faster plans are bounded.

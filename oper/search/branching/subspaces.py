@@ -43,9 +43,11 @@ class Subspace:
             relaxed solutions that can be rounded. The second, made by `branch` if requested,
             relaxes a problem in which the host of the largest piece is distinguished. Each of its
             nodes takes longer, so it pays only if there is much time.
-        extra_us: barriers that every plan of the part pays and the relaxation does not contain.
-        cutoff_us: the smallest cutoff so far: the bound is over plans with a smaller step only.
-        root_us: the bound before any branching, independent of cutoffs.
+        extra_us: barriers that every plan of the part pays and the relaxation does not contain,
+            microseconds.
+        cutoff_us: the smallest cutoff so far, microseconds: only plans with a smaller step are
+            bounded.
+        root_us: the bound before any branching, independent of cutoffs, microseconds.
     """
 
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
@@ -96,10 +98,17 @@ class Subspace:
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
     def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
-        """Merge other plans into this part, if there are many tables and its barriers are
-        negligible.
+        """Merge the plans of another part into this one, whose bound then leaves out its barriers.
 
-        The bound then leaves out the barriers. Returns whether the plans were merged.
+        They are merged if this part contains all of them, there are many tables, and the barriers
+        are negligible.
+
+        Args:
+            part: the problem restricted to the other plans.
+            plans: the kinds of the other plans.
+
+        Returns:
+            Whether the plans were merged.
         """
         relaxation = self.bound.relaxation
         if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
@@ -114,8 +123,12 @@ class Subspace:
     def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: bool) -> None:
         """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
-        With `apart`, a second tree may be made, in which a host is distinguished; then the tree
-        with the higher bound is continued.
+        Args:
+            step_us: the step of a known plan, microseconds.
+            goal_us: stop when the bound has reached this.
+            deadline: `time.monotonic()` value at which to stop.
+            apart: whether to make a second tree, in which a host is distinguished, if the problem
+                allows it. Of two trees, the one with the higher bound is continued.
         """
         first = self.trees[0]
         if apart and len(self.trees) == 1 and self._distinguished is not None and (
@@ -131,9 +144,11 @@ class Subspace:
                  deadline=deadline)
 
     def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
-        """Branch as a proof of a similar problem did, to bound plans faster than `step_us`. The
-        loads at which it branched are multiplied by `scale`, the ratio of a plan's step in this
-        problem to its step there."""
+        """Branch as a proof of a similar problem did, to bound plans faster than `step_us`.
+
+        The loads at which that proof branched are multiplied by `scale`: the step of a plan in this
+        problem divided by its step in that one.
+        """
         self.cutoff_us = min(self.cutoff_us, step_us)
         for part in proof["parts"]:
             if set(part["plans"]) == set(self.plans) and part["apart"] is None:

@@ -29,9 +29,9 @@ from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 
 _NARROW = 0.0005  # share of the bound; loads underestimated by less are not branched on
-_FAR = 8.0  # for the cut, a lower limit counts as at least 1 / _FAR of the largest load
+_FAR = 8.0  # a load is branched on as if its lower limit were at least 1 / _FAR of the largest load
 _CANDIDATES = 3  # loads, and tables, that are tried in strong branching
-_PRICED = 1500  # tables that one round of all candidates may price; candidates are limited by it
+_PRICED = 1500  # limits the candidates: one round of all of them prices at most so many tables
 _ROUND = 20  # cost of a round besides pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on
@@ -46,8 +46,8 @@ class Branching:
 
     Attributes:
         at: the load (phase, group), or the index of the table, that is branched on.
-        score: estimate of the cost that the relaxed solution underestimates there, relative to the
-            node's bound.
+        score: estimate of how much the relaxed solution underestimates the cost there, relative to
+            the node's bound.
         children: two nodes that together contain all plans of the node.
     """
 
@@ -199,7 +199,8 @@ def _gain(node: Bound, parts: list[Bound]) -> float:
 
 def _table_branchings(node: Bound, limit: float) -> list[Branching]:
     """Branchings at tables that the relaxed solution pushes in part, by descending score: the
-    table's cost times the smaller of its shares pushed and not pushed."""
+    table's cost times the smaller of its shares pushed and not pushed. `limit` is the cutoff
+    without fixed costs, microseconds."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
@@ -225,8 +226,8 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
 
 def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Branching]:
     """Branchings at loads that the relaxed solution underestimates, by descending score: the
-    underestimated time, weighted by the price of the resource (at least by `_IDLE`). For `mixed`
-    see `_largest`."""
+    underestimated time, weighted by the price of the resource (at least by `_IDLE`). `limit` is the
+    cutoff without fixed costs, microseconds; for `mixed` see `_largest`."""
     relaxation, limits = node.relaxation, node.node.limits
     if not node.pool.weight.any():  # the node was bounded by given prices, without a solution
         return []
@@ -234,7 +235,7 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
     total, times = node.total(), node.pool.times
     slack = np.full(largest.shape, np.inf)
     for x in relaxation.inequalities:
-        # The largest piece that the owner row admits, given the solution's phase times.
+        # The largest load of a piece that the inequality admits at the solution's phase times.
         room, share = relaxation.phase_weight[x.row] @ times - total[x.row], node.node.share(x)
         if share > 0:
             slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
@@ -252,7 +253,7 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
         if excess[at] <= _NARROW or high <= low:  # small, or no piece is within the limits
             continue
         begin = max(low, float(slack[at]), high / _FAR)
-        # Cut inside the node's limits by a margin, so that both children are truly smaller.
+        # Keep a margin to the node's limits, so that both children are truly smaller.
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
                             max(high * 0.98, (low + high) / 2)))
         most, least = limits.most.copy(), limits.least.copy()
@@ -267,9 +268,11 @@ def _largest(node: Bound, mixed: bool) -> np.ndarray:
     """Largest load of any piece of the relaxed solution on its owner, by phase and group,
     microseconds; float64 [num_phases, 5].
 
-    The limits admit a mass of a piece that an owner can hold if its rows are those that load it
-    least. Pieces are taken to have such rows, or, if `mixed`, the rows of the entire piece in
-    proportion: owners cannot all have the rows that load them least.
+    A node's limits determine how much of a piece one owner may hold, assuming that it has the rows
+    that load it least per lookup. The same amount of all rows of the piece in proportion may load
+    it beyond the limits. Its loads are then scaled down together until all are within the limits,
+    as if the owner had rows that load it less; or, if `mixed`, each load is only capped at its own
+    limit, because not every owner can have the rows that load it least.
     """
     relaxation, pool = node.relaxation, node.pool
     out = np.zeros(relaxation.pieces.floor.shape[1:])

@@ -6,10 +6,11 @@ of the problem for which its bound was computed, and its gap is certified only i
 * the digest equals that of the problem that the plan is evaluated for,
 * the plan fits, satisfies the constraints and lies in the relaxed space,
 * its hottest rows are those of the statistics, in their order, and
-* the bound is not above the plan's step. It is tested before it is capped, so an error shows.
+* the bound is not above the plan's step. This is tested before the bound is limited to the step,
+  so that an error of the planner is reported instead of hidden.
 
-The plan also stores the proof, the tree and the prices of its leaves. `verify_plan` checks it
-without any of the code that computed it.
+The plan also stores the proof: branch-and-bound trees and the prices of their leaves. `verify_plan`
+checks the proof without any of the code that computed it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _NOTE = "certificate"
 
 def with_bound(plan: Plan, problem: Problem, lower_us: float,
                proof: dict[str, Any] | None = None) -> Plan:
-    """Return `plan` with the bound, or with the reason why the bound does not apply to it.
+    """Return `plan` with a bound and its proof, or with the reason why the bound does not apply.
 
     Args:
-        plan: a plan with its step, made for the problem.
+        plan: a plan made for the problem, with its `step_us`.
         problem: the problem.
         lower_us: lower bound in microseconds: no plan of the relaxed space is faster.
-        proof: its proof, with the keys `bound_us`, `cutoff_us` and `parts`.
+        proof: the proof of the bound, with the keys ``bound_us``, ``cutoff_us`` and ``parts``; None
+            = the bound is stored without proof.
     """
     why = _reason(plan, problem, lower_us)
     certificate = {"problem": problem_digest(problem),

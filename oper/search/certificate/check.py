@@ -121,14 +121,23 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
 
 
 class Proof:
-    """The state of checking a proof; `covered` has the kinds of plans whose bounds were checked."""
+    """A proof that is being checked.
+
+    Args:
+        problem: the problem that the proof is for.
+        value: the proof, as in the plan file.
+
+    Attributes:
+        covered: the kinds of plans (`PLANS`) whose bounds were checked so far.
+        cutoff_us: the cutoff of the proof, microseconds; infinite if it has none.
+    """
 
     def __init__(self, problem: Problem, value: dict[str, Any]) -> None:
         self.problem, self.model = problem, CostModel(problem)
         self.covered: set[str] = set()
         cutoff_us = value["cutoff_us"]
         self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
-        if math.isnan(self.cutoff_us):  # would compare as no limit, and as one, in different places
+        if math.isnan(self.cutoff_us):  # every comparison with NaN is false, whatever its direction
             raise _ProofError("the cutoff of the proof is not a number")
 
     def part(self, value: dict[str, Any]) -> Iterator[float]:
@@ -201,7 +210,10 @@ class Proof:
 
     def _priced(self, prices: dict[str, float], at: Node, checker: Checker, rows: list[list[Any]]
                 ) -> Node:
-        """Return the leaf with its prices; `rows` gives the meaning of each price."""
+        """Return the leaf `at` with its prices, which are given by row number.
+
+        `rows` describes the rows, see `oper.search.branching.proof.part_to_json`.
+        """
         m, classes, weights = self.problem.machine, checker.classes, at.weights.copy()
         memories = {"memory": (-2, m.domain, classes.of_domain, m.capacity_bytes),
                     "host memory": (-1, m.host, classes.of_host, m.host_capacity_bytes)}

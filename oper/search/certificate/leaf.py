@@ -4,9 +4,11 @@ For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, 
 
     fixed + sum of y (load - hidden) = fixed + y (base - hidden) + sum over tables of cost(table, y)
 
-so the bound follows from every table's least cost at weights y. Prices of memory (capacity minus
-bytes held is never negative) and prices of rows about the owner of the largest piece are added to
-y; the weights of a phase include the latter.
+where base are the loads that every plan has, and hidden is the dense compute that overlaps with a
+phase. So the bound follows from every table's least cost at weights y. Two further kinds of prices
+are added to y: prices of memory, whose contribution is never positive because a plan that fits
+exceeds no memory; and prices of the inequalities about the owner of the largest piece
+(`oper.search.certificate.tables.KINDS`), which count towards the sum of their phase's weights.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ class Checker:
         self.tables = problem.free_tables
         if has_copies(model) and len(self.classes.ranks) > 1:
             raise ValueError("copies per host need the same prices on all ranks")
-        #: By way of holding rows: which tables may be held so, by the owner's class; bool [T, C].
+        #: By way of holding rows (`KINDS` of `oper.search.cost.space`): whether each table's rows
+        #: may be held in this way by owners of each class; bool [T, C].
         self.may = {kind: np.array([[may_hold(problem, t.spec.name, kind, r) for r in probe.first]
                                     for t in self.tables], bool).reshape(-1, probe.first.size)
                     for kind in KINDS if kind != COPIES or has_copies(model)}
-        #: By way of holding rows: loads of one unit of each feature of every table; [T, 2, C, 4,
-        #: ...].
+        #: By way of holding rows: loads of one unit of each feature of every table; the axes are
+        #: [T, 2, C, 4, ...], see `Probe.table`.
         self.asked = {kind: Loads.stack([probe.table(t, kind) for t in self.tables])
                       for kind, may in self.may.items() if may.any()}
         #: float64 [T, 3], bytes in `SUM_ROWS` per float32 byte of a table's partial sums.
@@ -71,7 +74,8 @@ class Checker:
         floor = model.group_us(model.units(whole))[:, :PIECE_GROUPS]
         self.floor = np.stack([floor[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
-        #: bool [P, 5], where of the owner's own time only the excess over a reader's counts.
+        #: bool [P, 5], groups that include own time; of an owner's, only the excess over a reader's
+        #: counts as load of a piece.
         self.beside = model.has_local[:, :PIECE_GROUPS]
         self.costs = TableCosts(model, self.may, np.array([r.size for r in self.classes.ranks]))
         if PUSH in self.asked:
@@ -115,12 +119,14 @@ class Checker:
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
     def _spared(self, kind: str, g: int) -> float:
-        """The factor k of a row about links, `T + k (T - R) >= load + s E`; 0 for other rows.
+        """The factor k of an inequality about links, `T + k (T - R) >= load + s E`; 0 for others.
 
-        A rank that takes s seconds per byte reads the `E - e` bytes that other hosts own. Its own
-        host owns e bytes, and sends them to all other ranks within a phase of length T, of which R
-        is own work if the exchange waits for it. So `e (others) <= (T - R) sum 1 / s` over the
-        host's ranks, and `s e <= k (T - R)`.
+        T is the length of the phase, `load` that of the largest piece on its owner, and R the
+        rank's own work if the exchange waits for it, else 0. All rows together have E bytes. A rank
+        that takes s seconds per byte reads the `E - e` bytes that other hosts own. Its own host
+        owns e bytes and sends them to the n ranks of other hosts within `T - R`, so that
+        `e n <= (T - R) sum 1 / s` over the host's ranks. Hence `s e <= k (T - R)`, with k the
+        largest `s / n sum 1 / s` of any rank.
         """
         if kind != SPREAD:
             return 0.0
@@ -129,8 +135,8 @@ class Checker:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _price(self, x: Loads, leaf: Node) -> np.ndarray:
-        """Cost of each unit at the leaf's prices, including what the owner of the largest piece
-        reads of it at least; float64 [..., C, F]."""
+        """Cost of each unit at the leaf's prices, float64 [..., C, F]. It includes the part of the
+        unit that the owner of the largest piece reads in any case."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)

@@ -78,7 +78,8 @@ class Probe:
         return np.eye(number)[:, :, None] * self._owner[:, :, 0]
 
     def loads(self, rows: np.ndarray) -> Loads:
-        """Loads of tally rows, float64 [..., C, F, 23, W]."""
+        """Loads of the given tally rows (float64 [..., C, F, 23, W], owned by the first rank of
+        each class)."""
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:

@@ -7,7 +7,7 @@ uses these two steps: evaluation of a plan, columns of the lower bound, and move
 
 `oper.search.cost.phases` lists the phases of a step and the ranks' work in each.
 
-Ranks of one memory domain access each other's rows as local memory: no link bytes within a domain.
+Ranks of one memory domain read each other's rows as if they were local; no bytes use a link.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
 memory; the owner updates them over its link, and sends them to other hosts. A phase takes the
 slowest rank's max(memory + compute, each direction of each link class, the link to host memory),
@@ -95,7 +95,8 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again, relative to reading it from memory; float64 [W]."""
+        """Cost of reading a row again within a batch, relative to reading it from memory; float64
+        [W]. With `pushed`, its owner reads it for all ranks, else a reader for itself."""
         key = (t.spec.name, pushed)
         if key not in self._repeat:
             rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
@@ -262,7 +263,7 @@ class CostModel:
         return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Bytes of the sums of `num_sums` in the columns of a piece, in float32."""
+        """Bytes of the partial sums counted by `num_sums`, in float32 with `width` columns each."""
         return self.num_sums(t, ids) * (width * GRAD_BYTES)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
@@ -287,6 +288,7 @@ class CostModel:
             out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(t, width)
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Add the owners' work of reading, updating and writing touched rows and their states."""
         if self.training:
             row, _, state = row_bytes(t, width)
             out[..., Row.UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
@@ -479,7 +481,7 @@ class CostModel:
             update[..., Term.HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
             gradients = rows[..., Row.GRADS, :]
             update[..., Term.MEMORY, :] += gradients * self.machine.num_near
-            # And gradients of the bags whose rows owners pooled.
+            # `sums`: gradients of bags are as large as the partial sums, and go the other way.
             owner_receives(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :])
             update[..., Term.MEMORY, :] += sums * world
             broadcast(self.machine, update, out[..., self.refresh_phase, :, :],

@@ -3,7 +3,8 @@
 Phases of a training step (barriers between them) and the work of each rank:
 
 * request (between hosts): the ids of pushed rows are sent to their owners, which answer once all
-  have arrived. The ranks' own work for it is counted in forward, since all readers do the same.
+  have arrived. The ranks' own work for it is counted in forward: all readers do the same work, so
+  the sum of the phases is the same.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
 * backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.

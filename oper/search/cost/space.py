@@ -94,11 +94,12 @@ def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
 
 
 def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.ndarray:
-    """Upper limit of the masters of a block's rows that a plan may place in one class of ranks.
+    """Upper limit of the master copies of a block's replicated rows that one class of ranks may
+    hold.
 
-    Masters are assigned round-robin, so each rank has one of any W consecutive rows of a tier. The
-    rows of a block are interchangeable, so only the incomplete last round of each tier can favour
-    some classes.
+    Master copies are assigned round-robin, so each rank has one of any W consecutive rows of a
+    tier. The rows of a block are interchangeable, so only the incomplete last round of each tier
+    can favour some classes.
 
     Args:
         problem: the problem.
@@ -120,8 +121,8 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     """The parts of the tally that every plan has.
 
     Returns:
-        The tally of outputs and of tables whose rows are all pinned; and the tally of pinned rows
-            in tables that also have free rows, placed in a single column piece.
+        The tally of outputs and of tables whose rows are all pinned; and the tally of the pinned
+        rows of tables that also have free rows, as a single column piece.
     """
     problem, base = model.problem, model.base()
     pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]

@@ -13,10 +13,11 @@ from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
 SLOT_BYTES = 4  # a row's slot at its owner, in memory and with a changed row in a message
-#: Columns for which the host kernels are compiled; other rows are processed by a loop.
+#: Widths (columns) for which the host kernels are compiled; rows of other widths are processed by a
+#: general loop.
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
-#: Passes over other rows: forward (pool), backward (stage, sum), update (merge, squares, decay,
-#: update).
+#: Passes of that loop over a row: in forward (pool), in backward (stage, sum) and in update (merge,
+#: squares, decay, update).
 ODD_PASSES = (1, 2, 4)
 
 

@@ -35,8 +35,8 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     factor = 1.0 + bound.overflow
     memory = "memory per domain" + " and per host" * relaxation.rows.uses_host
     return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}{memory} times "
-                                 f"{_up(factor)}, or the same by more ranks, a smaller dim or "
-                                 "dtype, or a lighter optimizer")
+                                 f"{_up(factor)}, or accordingly less need per rank: more ranks, a "
+                                 "smaller dim or dtype, or an optimizer with less state")
 
 
 def _host_memory(problem: Problem) -> str:

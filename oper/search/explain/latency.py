@@ -154,7 +154,7 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
     try:
         # Host memory must not replace device memory here: the aim is less memory in total.
         return plan_problem(replace(problem, machine=machine, constraints=held,
-                                    last_resort=frozenset()))
+                                    fallback=frozenset()))
     except PlanInfeasibleError:
         return None
 
@@ -194,21 +194,20 @@ def _serving(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> 
     return replace(found, memory_bytes=int(need), replica_share=_replica_share(plan, largest))
 
 
-def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms: float,
-                   seed: int = 0) -> Serving:
-    """Simulate one rank's queue, batch by batch.
+def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms: float
+                   ) -> Serving:
+    """Simulate one rank's queue, batch by batch, always with the same random numbers.
 
     Args:
         service: float64 [at least max_batch + 1], microseconds of a batch by its number of samples.
         rate: samples per second at this rank.
         max_batch, max_wait_ms: an idle rank starts a batch when `max_batch` samples wait or the
             oldest has waited `max_wait_ms`.
-        seed: seed of the arrival times.
 
     Returns:
         Latency, mean batch and utilisation; the fields about memory are 0.
     """
-    gaps = np.random.default_rng(seed).exponential(1e6 / rate, _NUM_SAMPLES)
+    gaps = np.random.default_rng(0).exponential(1e6 / rate, _NUM_SAMPLES)
     arrived = np.cumsum(gaps)
     times = arrived.tolist()
     ends = np.empty(_NUM_SAMPLES)

@@ -61,12 +61,12 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
 
 def score_peers(problem: Problem, seed: int = 0,
                 others: Mapping[str, Plan | None] | None = None) -> dict[str, float]:
-    """Modelled step in microseconds of every peer whose plan fits.
+    """Modelled step in microseconds by planner (`peers` and `others`), of the plans that fit.
 
     Args:
         problem: the problem.
-        seed: seed of the peers that use random numbers.
-        others: further plans by name, made outside of this module.
+        seed: seed of the planners that use random numbers.
+        others: plans of further planners by name, None where one found no plan.
     """
     plans = {name: make(problem, seed) for name, make in peers().items()} | dict(others or {})
     out = {}
@@ -208,10 +208,10 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
         shard = shards[n]
         t = problem.tables[shard.table]
         need = t.spec.num_bytes * (shard.stop - shard.start) / t.spec.dim
-        room = held[machine.domain] + need <= machine.capacity_bytes[machine.domain]
-        if not room.any():
+        fits = held[machine.domain] + need <= machine.capacity_bytes[machine.domain]
+        if not fits.any():
             return None
-        rank = int(np.where(room, load, np.inf).argmin())
+        rank = int(np.where(fits, load, np.inf).argmin())
         load[rank] += cost[n]
         held[machine.domain[rank]] += need
         tiers[shard.table].append((shard, rank))

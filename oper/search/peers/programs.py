@@ -91,15 +91,15 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     time_rows = sparse.coo_array((cost.reshape(-1) * 1e6, (r, index)), (world, cells + 1)).tolil()
     time_rows[:, cells] = -1.0
     held = sparse.coo_array((hot[t, k], (r, index)), (world, cells + 1)).tocsr()
-    dealt = sparse.csr_array((cold[t, k], (np.zeros_like(index), index)), (1, cells + 1))
-    held = held + sparse.vstack([dealt] * world)
+    striped = sparse.csr_array((cold[t, k], (np.zeros_like(index), index)), (1, cells + 1))
+    held = held + sparse.vstack([striped] * world)
     one = sparse.coo_array((np.ones(cells), (t, index)), (num_tables, cells + 1))
-    room = share * machine.capacity_bytes[machine.domain] / machine.num_near
-    most = max(float(room.max()), 1.0)
+    capacity = share * machine.capacity_bytes[machine.domain] / machine.num_near
+    most = max(float(capacity.max()), 1.0)
     found = optimize.milp(
         np.append(np.zeros(cells), 1.0),
         constraints=[optimize.LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
-                     optimize.LinearConstraint(held / most, -np.inf, room / most),
+                     optimize.LinearConstraint(held / most, -np.inf, capacity / most),
                      optimize.LinearConstraint(one.tocsr(), 1.0, 1.0)],
         bounds=optimize.Bounds(0.0, np.append(np.ones(cells), np.inf)),
         integrality=np.append(np.ones(cells), 0.0),
@@ -205,9 +205,9 @@ def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share
     none = np.zeros(classes)
     for k in range(machine.capacity_bytes.size):
         inside = (machine.domain == k).astype(float)
-        room = max(share * float(machine.capacity_bytes[k]), 1.0)
+        capacity = max(share * float(machine.capacity_bytes[k]), 1.0)
         copies = inside.sum() if training else 1.0
-        add(held * copies / room, np.outer(held, inside) / room, 0.0, 1.0)
+        add(held * copies / capacity, np.outer(held, inside) / capacity, 0.0, 1.0)
     for r in range(world):
         reached = near[r].astype(float)
         add(read * unit[Term.MEMORY, r], np.outer(read, reached) * unit[Term.MEMORY, r], -1.0, 0.0)

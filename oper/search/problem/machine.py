@@ -89,10 +89,11 @@ class Machine:
         return bool(self.rack.any())
 
     def on_links(self, units: np.ndarray) -> np.ndarray:
-        """Replace units on shared links by their mean over the ranks of the link, for which
-        `seconds_per_unit` gives the time of all bytes of the link: each rank waits for all of them.
+        """Replace units on shared links by their mean over the ranks that share the link.
 
-        float64 [..., 9, W] -> the same shape.
+        Each rank waits for all bytes of the link. Therefore `seconds_per_unit` of a shared link is
+        the time of a byte times the number of its ranks, so that the mean gives the time of all
+        bytes. float64 [..., 9, W] -> the same shape.
         """
         of_host, of_rack = self.shared_terms
         if not of_host and not of_rack:

@@ -186,7 +186,7 @@ class Problem:
         allow: features that a plan may use, see `oper.search.problem.space.FEATURES`.
         constraints: constraints on the plan.
         overlap: dense compute that overlaps with phases, microseconds by phase and rank.
-        last_resort: features that a plan may also use if no plan fits otherwise.
+        fallback: features that a plan may also use if no plan fits otherwise.
         message_bits: bits per number in messages between hosts, by table; the same in every plan.
     """
 
@@ -197,7 +197,7 @@ class Problem:
     allow: frozenset[str] = EXECUTABLE
     constraints: Constraints = field(default_factory=Constraints)
     overlap: Overlap = field(default_factory=dict)
-    last_resort: frozenset[str] = frozenset()
+    fallback: frozenset[str] = frozenset()
     message_bits: MessageBits = EXACT
 
     @property
@@ -228,9 +228,9 @@ class Problem:
         """The tables that the planner places: those without a complete list of pinned tiers."""
         return tuple(t for t in self.tables if self.held(t.spec.name).tiers is None)
 
-    def in_need(self) -> Problem:
-        """The problem with `last_resort` added to the features that plans may use."""
-        return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
+    def with_fallback(self) -> Problem:
+        """The problem with `fallback` added to the features that plans may use."""
+        return replace(self, allow=self.allow | self.fallback, fallback=frozenset())
 
     def may_split(self, t: TableProblem) -> bool:
         """Whether a plan may split table `t` by columns."""
@@ -301,7 +301,7 @@ def make_problem(
         _check_shared(specs, stats.samples_per_bag)
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
     chosen = executed_space(topology) if allow is None else check_allow(allow)
-    in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
+    fallback = {"host"} if allow is None and topology.host_memory_bytes else set()
     if "pull" in chosen and not owners_pool(specs, objective == "training", topology.num_hosts):
         chosen -= {"push"}  # ranks of one memory do not wait for owners to pool rows
         if allow is None:
@@ -313,7 +313,7 @@ def make_problem(
         chosen -= {"columns"}
     machine = make_machine(topology, held.reserve_bytes, held.memory_bytes)
     problem = Problem(entries, machine, objective, batch_size, chosen, held,
-                      last_resort=frozenset(in_need))
+                      fallback=frozenset(fallback))
     for t in specs:
         mine = problem.held(t.name)
         check_rows(t.name, mine, t.num_rows, world_size)
@@ -325,8 +325,8 @@ def make_problem(
 
 
 def _may_place(problem: Problem, name: str) -> bool:
-    """Whether table `name` has any allowed placement, including those of `last_resort`."""
-    problem = problem.in_need()
+    """Whether table `name` has any allowed placement, including those of `fallback`."""
+    problem = problem.with_fallback()
     places, modes = problem.placements_of(name), problem.modes_of(name)
     memories = problem.memories_of(name)
     if "device" in memories and places and modes:
@@ -349,7 +349,7 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
 
 
 def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
-    what = "cannot state the problem"
+    what = "cannot state the planning problem"
     require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
             ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
     require(what, "state the objective, training or inference",
@@ -363,21 +363,31 @@ def _check_shared(specs: Sequence[TableSpec], shared: Mapping[str, float]) -> No
     """Raise InvalidInputError if samples cannot share bags of the features in `shared`."""
     pooled = [f for t in specs if t.pooling != "none" for f in t.features]
     wrong = sorted(shared.keys() - set(pooled))
-    require("cannot state the problem", "name features that requests share",
+    require("cannot state the planning problem", "name features that requests share",
             ("features in samples_per_bag", wrong, not wrong,
              f"pooled features of the tables, {pooled[:8]}"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
                world_size: int) -> TableProblem:
-    """Describe one table by features of blocks; raises InvalidInputError if the statistics are for
-    another number of rows."""
+    """Describe one table by the features of its blocks.
+
+    Args:
+        spec: the table.
+        stats: access statistics; None, or no accesses to the table = equally hot rows.
+        batch_size: samples per rank and step.
+        world_size: number of ranks.
+
+    Raises:
+        InvalidInputError: the statistics are for another number of rows.
+    """
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags looked up / bags of all samples, if each sample has as many bags in every feature. A
-    # batch has a bag of each feature, even if more samples than its own share it.
+    # Bags looked up / bags of all samples, if every sample has equally many bags of each feature.
+    # A batch looks up at least one bag of a feature, even if more samples share that bag than the
+    # batch has.
     parts = sum(1 / min(shared.get(f, 1.0), batch_size) for f in spec.features)
     share = parts / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
@@ -500,11 +510,12 @@ def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size
 
 def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
                       bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
-    """Number of independent samples, per real sample, that touch as many rows, at the numbers of
-    samples `wanted`; 1.0 if presence was not measured.
+    """For each number of samples in `wanted`, the factor by which to multiply it so that this many
+    independent samples touch as many distinct rows as the real ones; 1.0 if presence was not
+    measured.
 
-    At each measured n it is found by bisection; between these it is interpolated in log n, and
-    beyond them it is constant.
+    At each measured number of samples n, the factor is found by bisection; between these numbers it
+    is interpolated in log n, and beyond them it is constant.
     """
     use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
     if not use.any():

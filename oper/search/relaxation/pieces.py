@@ -29,7 +29,7 @@ NUM_PIECE_GROUPS = 5  # the first groups of terms; no pushed piece loads the oth
 _RATIO = 1.05  # largest ratio of two widths of the same type, if there are more than `_FEW` tables
 _FEW = 30  # tables, up to which every width is a type of its own
 _GRID = 600  # shares at which partial sums are tabulated
-_FIRST = 1e-6
+_FIRST = 1e-6  # the least of these shares; below it, sums are taken to be proportional
 _ROUNDING = 1e-9  # relative tolerance within which an owner is full
 
 
@@ -109,8 +109,9 @@ class Pieces:
                               for t in tables]) if tables else np.zeros((0, _GRID))
         self.native_sums = native.Sums(_GRID, _FIRST, float(self.grid[1] / self.grid[0]),
                                        self.sums.ctypes.data)
-        #: int64 [T + 1], first type of each table; float64 [N], narrowest width and id streams.
         sizes = [len(w) for w in self.widths]
+        #: int64 [T + 1], first type of each table. `narrow` and `streams`, float64 [N] each, have
+        #: the narrowest width and the number of id streams of each type.
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         #: bool [T], whether the table may be cut by columns.
         self.cut = np.array([len(w) > 1 for w in self.widths], bool)

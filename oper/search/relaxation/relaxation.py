@@ -13,7 +13,8 @@ host memory) or pushed. A piece of width w of a table of D columns consumes w / 
     + s own ids                                         pushed, unless one rank owns the whole piece
     + partial sums of pushed rows                       concave in the mass of one owner
 
-with s = D / w. These are all charges of the cost model (`CostModel.whole_table`).
+with s = D / w, the number of id streams; the other names are attributes of `Relaxation`, and `ids`
+are the pushed ids. These are all charges of the cost model (`CostModel.whole_table`).
 """
 
 from __future__ import annotations
@@ -203,8 +204,8 @@ class Relaxation:
         ids = np.array([t.total[IDS] for t in self.tables])[:, None]
         bags = np.array([t.traffic.num_bags for t in self.tables])[:, None]
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
-        # A table's pieces pay the same charge. A piece that pushes nothing may lie next to pieces,
-        # or pinned rows, that are pushed, so it is charged the smaller of the two.
+        # In a plan, all pieces of a table pay the same charge. A piece that pushes nothing may lie
+        # next to pieces, or pinned rows, that are pushed, so it is charged the smaller of the two.
         still = np.array([
             min(pull, push) if self.problem.may_split(t) or self.problem.held(t.spec.name).pinned
             else pull for t in self.tables])[:, None]

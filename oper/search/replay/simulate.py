@@ -196,8 +196,8 @@ class Replay:
             pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
             clips = len(pieces) > 1 and entry.table.name in self.clipped
             sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
-            # Clipping exchanges squares, the optimizer again those of clipped gradients, for which
-            # the clipping is repeated.
+            # Exchanges of squares: clipping needs one. A row-wise optimizer needs one. With both,
+            # the optimizer needs the squares of clipped gradients, so clipping is repeated: three.
             squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
             owners = [p.resolve(touched)[1] for p in pieces] if squares else []
@@ -262,7 +262,8 @@ def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: Tab
 
 
 def _count_update(counts: np.ndarray, placed: Placed, touched: np.ndarray) -> None:
-    """`touched`: int64 [n], distinct ids in all ranks' batches."""
+    """Count updated and refreshed rows; `touched` (int64 [n]) are the distinct ids in all ranks'
+    batches."""
     world = counts.shape[1]
     tier, owner = placed.resolve(touched)
     updated = np.bincount(owner, minlength=world)

@@ -93,6 +93,8 @@ def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timel
 
 
 class _Player:
+    """Simulates steps one after the other and draws their bars."""
+
     def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
         self.steps, self.schedule = steps, schedule
         self.timeline = Timeline(world_size)
@@ -108,8 +110,8 @@ class _Player:
                                           {"step": step, "bytes": round(num_bytes)}))
 
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
-        """Draw one phase on all ranks, each from the time at which it is free; `less_us` of its own
-        work is already done."""
+        """Draw one phase on all ranks, each from the time at which the rank is free. `less_us` is
+        own work of the phase that was already done earlier."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
         links = phase.seconds[list(_LINKS)] * 1e6
         first = local * phase.has_local[np.array(_LINKS) - 1, None]  # own work before each link's

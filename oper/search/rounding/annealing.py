@@ -79,7 +79,7 @@ class Packed:
     arrays: dict[str, np.ndarray]
 
 
-def dealt_options(relaxation: Relaxation) -> np.ndarray:
+def single_owner_options(relaxation: Relaxation) -> np.ndarray:
     """Options whose rows are assigned to single owners: the pushed ones, and the pulled ones of
     tables that may not be striped; bool [T, M]."""
     pushed = np.array([o.kind == PUSH for o in relaxation.options], bool)
@@ -112,7 +112,7 @@ class Loads:
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         machine = self.model.machine
-        # Host memory is no group of its own here; its time is added to the rank's own time.
+        # Host memory is not a group of its own here; its time is added to the rank's own time.
         self.groups = np.array([n for n, name in enumerate(GROUPS) if name != "host_memory"
                                 and (machine.has_racks or not name.startswith("rack"))])
         self.num_loads = self.num_phases * self.groups.size + 1
@@ -120,9 +120,9 @@ class Loads:
         self.own_unit[..., :-1] = self.relaxation.units.own_us[..., self.groups].reshape(
             self.num_classes, NUM_ROWS, -1)
         for c, r in enumerate(ranks):
-            room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
-            room /= machine.num_near[r[0]]
-            self.own_unit[c, Row.HELD, -1] = 1.0 / max(room, 1e-3)
+            memory = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
+            memory /= machine.num_near[r[0]]
+            self.own_unit[c, Row.HELD, -1] = 1.0 / max(memory, 1e-3)
         #: float64 [P, G], 1 where a load includes the rank's own time of that phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
         self.own_time[:, :-1] = np.reshape(
@@ -206,7 +206,7 @@ class Annealing:
 
     def __init__(self, pool: CandidatePool, bound: Bound) -> None:
         self.pool, self.bound, self.loads = pool, bound, Loads(pool)
-        self.relaxation, self.dealt = pool.relaxation, dealt_options(pool.relaxation)
+        self.relaxation, self.single_owner = pool.relaxation, single_owner_options(pool.relaxation)
         self.candidates = [self._ordered(k) for k in range(len(pool.candidates))]
         self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.candidates])])
         arrays = self._arrays()
@@ -217,23 +217,24 @@ class Annealing:
         """Candidates of table `k`, sorted so that neighbours are similar: by lookups of rows that
         are assigned to single owners, then by lookups of replicated rows."""
         amount = self.pool.amounts[k]
-        dealt = amount[:, self.dealt[k], IDS].sum(axis=1)
-        return np.lexsort((amount[:, 0, IDS], dealt)).tolist()
+        assigned = amount[:, self.single_owner[k], IDS].sum(axis=1)
+        return np.lexsort((amount[:, 0, IDS], assigned)).tolist()
 
     def _arrays(self) -> dict[str, np.ndarray]:
         relaxation, loads = self.relaxation, self.loads
         amount = np.concatenate([self.pool.amounts[k][r] for k, r in enumerate(self.candidates)])
         table = np.repeat(np.arange(len(self.candidates)), np.diff(self.first))
-        dealt = np.where(self.dealt[table][..., None], amount, 0.0)
-        features, stay = dealt.sum(axis=1), amount - dealt  # [N, 4], [N, O, 4]
-        pushed_ids = dealt[:, relaxation.pushes, IDS].sum(axis=1)
+        assigned = np.where(self.single_owner[table][..., None], amount, 0.0)
+        features, stay = assigned.sum(axis=1), amount - assigned  # [N, 4], [N, O, 4]
+        pushed_ids = assigned[:, relaxation.pushes, IDS].sum(axis=1)
         whole = relaxation.unpushed(stay, table)
         once = np.einsum("nof,nofr->nr", stay, relaxation.per_stream[table])
         tables, class_of = relaxation.tables, loads.class_of
         rows = [np.zeros((table.size, loads.num_classes, NUM_ROWS))] * 5
-        for kind in {relaxation.options[o].kind for o in np.flatnonzero(self.dealt.any(axis=0))}:
+        used = np.flatnonzero(self.single_owner.any(axis=0))
+        for kind in {relaxation.options[o].kind for o in used}:
             of_kind = [o.kind == kind for o in relaxation.options]
-            part, made = dealt[:, of_kind].sum(axis=1), self._per_table(kind)
+            part, made = assigned[:, of_kind].sum(axis=1), self._per_table(kind)
             of_ids = part[:, IDS, None, None] * made[0][table][:, :, IDS]
             rows = [x + y for x, y in zip(rows, [*(np.einsum("nf,ncfq->ncq", part, x[table])
                                                    for x in made), of_ids], strict=True)]
@@ -251,7 +252,7 @@ class Annealing:
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
-        good = self.dealt & relaxation.allowed
+        good = self.single_owner & relaxation.allowed
         classes = np.array([o.rank_class for o in relaxation.options])
         may = np.stack([np.isin(class_of[order], classes[x]) for x in good])
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
@@ -320,7 +321,7 @@ class Annealing:
         0 = no row)."""
         at, head = [], []
         for k, t in enumerate(self.relaxation.tables):
-            pushes = self.dealt[k]
+            pushes = self.single_owner[k]
             candidates = [self.pool.candidates[k][r] for r in self.candidates[k]]
             ends = [(0, *r.stops) for r in candidates]
             which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1)
@@ -401,7 +402,8 @@ class Annealing:
         """Run a search and return its result.
 
         Args:
-            max_moves: number of moves to try, besides at most as many changes of layouts.
+            max_moves: number of moves of pieces to try; in addition, at most as many changes of
+                layouts are tried.
             goal_us: stop when the modelled step has reached this.
             seed: equal seeds give equal results unless `seconds` ends the search.
             seconds: time limit; 0 = none.

@@ -60,7 +60,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
     each = np.stack([loads(model.piece_tally(
         tables[k], replace(placements[k][i], tiers=(x,)), True)) for k, i, _, x in parts])
     total = loads(tallied(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
-    return _with(placements, parts, [sets[x] for x in _dealt(each, total, sets)])
+    return _with(placements, parts, [sets[x] for x in _assigned(each, total, sets)])
 
 
 def _with(placements: Sequence[Placement], parts: Sequence[_Part],
@@ -74,7 +74,7 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
         for i, p in enumerate(pieces)) for k, pieces in enumerate(placements)]
 
 
-def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
+def _assigned(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
     """The index of the set of ranks to which each part is assigned.
 
     Args:

@@ -124,7 +124,8 @@ def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
 
 
 def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
-    """All allowed ranks for each unit; units to be kept apart divide the ranks by size."""
+    """All allowed ranks for each unit, except that units to be kept apart divide them among each
+    other in proportion to their sizes; None if there are too few ranks."""
     colour: dict[str, int] = {}
     size: list[float] = []
     for unit in every.tables:

@@ -15,7 +15,7 @@ from oper.search.cost.tally import Tally
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.annealing import Part, Shard, dealt_options
+from oper.search.rounding.annealing import Part, Shard, single_owner_options
 from oper.search.rounding.candidates import Candidate
 
 Placement = tuple[Piece, ...]
@@ -31,7 +31,7 @@ class Placer:
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
-        self.relaxation, self.dealt = relaxation, dealt_options(relaxation)
+        self.relaxation, self.single_owner = relaxation, single_owner_options(relaxation)
         self.problem, self.world = relaxation.problem, relaxation.model.machine.world_size
         self.load = np.zeros(self.world)
 
@@ -57,7 +57,7 @@ class Placer:
         tiers: list[Tier] = []
         start = 0
         for stop, option in zip(candidate.stops, candidate.options, strict=True):
-            if shard is not None and self.dealt[k, option]:
+            if shard is not None and self.single_owner[k, option]:
                 tier = self._owned(k, start, stop, option, *shard[1:])
             else:
                 tier = self._ordered(

@@ -19,7 +19,7 @@ import numpy as np
 from oper.search.cost.model import Evaluation
 from oper.search.pricing.master import Bound
 from oper.search.problem.pins import impose
-from oper.search.rounding.annealing import Annealing, Packed, Part, dealt_options
+from oper.search.rounding.annealing import Annealing, Packed, Part, single_owner_options
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.copies import spread_copies
 from oper.search.rounding.placing import Placement, Placer, evaluated
@@ -53,7 +53,7 @@ EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run concurrently; their number does not affect the result
 _MOVES = 54_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
-_CONTINUED = 6  # one of so many probes is continued
+_CONTINUED = 6  # the best 1 / 6 of the probes are continued
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
 _REPAIRS = 4  # limit of searches with increasing memory reserves, if plans overflow
 
@@ -117,8 +117,8 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
         pool = CandidatePool(bound, reserve)
         near = bound.lower_bound_us + 0.1 * max(0.0, goal - bound.lower_bound_us)
         pool.descend(rng, near)
-        dealt = dealt_options(bound.relaxation)
-        anneals = any(dealt[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
+        single_owner = single_owner_options(bound.relaxation)
+        anneals = any(single_owner[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
         if not anneals:
             pool.refine(rng, near)
         pool.simplify(near)

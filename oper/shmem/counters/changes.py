@@ -71,19 +71,19 @@ class ChangedRows:
         self._expired_since = dict.fromkeys(self._clocks, -1)
 
     def accept(self) -> None:
-        """Regard the rows published so far as known, and keep all marks: `take` does not return
-        None because of them."""
+        """Regard all rows flushed so far (`flush_replicas`) as known, and keep all marks: `take`
+        does not return None because of them."""
         self._of = self._now()
 
     def _now(self) -> tuple[int, int]:
-        return self.tables.handle, self.tables.num_published
+        return self.tables.handle, self.tables.num_flushes
 
     def take(self) -> dict[int, np.ndarray] | None:
         """Take the marked slots and clear their marks.
 
         Returns:
             Slots uint32 [n], ascending, by directory. None if other rows may have changed as well,
-                because rows were written and published, or the tables were moved to another plan;
+                because rows were written and flushed, or the tables were moved to another plan;
                 then treat all rows as changed and call `restart`.
         """
         if self._now() != self._of:

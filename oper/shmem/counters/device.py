@@ -40,9 +40,9 @@ class DeviceCounters:
         self._of_key = [tables.directories[t] for t in self._order]
         pieces = [(d.table, d.column, d.column + d.dim) for d in tables.directories]
         self.traffic = Traffic.empty(self._rank, self._size, pieces)
-        near = np.array([tables.arenas.is_near(r) for r in range(self._size)])
+        local = np.array([tables.arenas.is_local(r) for r in range(self._size)])
         self._ranges = list(key_ranges(self._of_key))
-        copies = [nearest_replica(x.tier, self._rank, near) for x in self._ranges]
+        copies = [nearest_replica(x.tier, self._rank, local) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
                                     zip(self._ranges, copies, strict=True)])
         # A rank reads a pushed table of which it owns all rows like a pulled one, as on the host.
@@ -114,7 +114,8 @@ class DeviceCounters:
         assert tables.optimizers is not None
         clips = tables.optimizers[d.table.name].max_row_norm is not None
         row_wise = tables.rounds_of_squares(d.table.name) > int(clips)
-        # Clipping reads them before the second round's squares and again before the update.
+        # With both, the norms for clipping are read twice: before the squares of the clipped
+        # gradients are summed, and before the update.
         times = int(clips) + int(row_wise) + int(clips and row_wise)
         positions = d.positions_at(self._rank, slots)
         for piece in tables.pieces[d.table.name]:
@@ -132,7 +133,7 @@ class DeviceCounters:
             if not held:
                 continue
             for r in sorted({int(r) for x in held for r in x.pattern}):
-                if not self._tables.arenas.is_near(r):
+                if not self._tables.arenas.is_local(r):
                     if refreshed.size:
                         self._add("refreshed_rows", k, r, int(refreshed[r, k]))
                     continue

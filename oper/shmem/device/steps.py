@@ -28,7 +28,8 @@ _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # Status codes in addition to `Status`, numbered as in csrc/bindings/device/tables.h.
 _NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
-# Of the outbox's size: memory for the keys of a batch. Owners need W times as much for a moment.
+# The keys of a batch may take 1 / KEYS_SHARE of the outbox's size. Owners, who receive the keys of
+# all W ranks, briefly need W times as much.
 KEYS_SHARE = 64
 
 
@@ -195,7 +196,7 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                                 "pass lengths and ids of the same bags")
     if code == Status.TOO_MANY_KEYS:
         raise OperError("the distinct keys of a batch do not fit their part of the outbox", "keys",
-                        detail, f"12 bytes for each in a {KEYS_SHARE}th of {OUTBOX_ENV}",
+                        detail, f"12 bytes for each, in all at most 1/{KEYS_SHARE} of {OUTBOX_ENV}",
                         f"raise {OUTBOX_ENV} or use a smaller batch; no rank has updated rows with "
                         "that batch")
     if code == Status.REFUSED_BEFORE:
@@ -204,9 +205,9 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                                 "see the error that was raised for it or for an earlier batch; no "
                                 "rank has updated rows with this one")
     if code == Status.OTHER_PHASE:
-        raise OperError("rows of another memory domain are not where they should be",
-                        "rank, detail", (rank, detail),
-                        "the same plan and the same calls on all ranks",
+        raise OperError("a row number from another memory domain is invalid, or a row of another "
+                        "domain was not fetched", "this rank, number of the row or id",
+                        (rank, detail), "the same plan and the same calls on all ranks",
                         "make the same calls on all ranks; with several memory domains lookups "
                         "without gradients are collective, too")
     names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS, Status.PEER_REFUSED_BATCH)

@@ -39,6 +39,8 @@ from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
 # Default size of the outbox: a share of the device's memory, and the minimum.
 _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
+# Rows of a rank, which updates number with 32 bits (Inbox in csrc/device/device.h).
+_MOST_OWNED = 1 << 32
 
 
 class DeviceTables(ShardedTables):
@@ -62,14 +64,14 @@ class DeviceTables(ShardedTables):
         PlanError: a table is quantised, or the plan does not fit; see also `ShardedTables`.
     """
 
-    _of_the_plan = (*ShardedTables._of_the_plan, "arenas", "order", "updates_at_once",
+    _plan_attributes = (*ShardedTables._plan_attributes, "arenas", "order", "updates_at_once",
                     "num_squares", "_steps")
     _exchange: DeviceExchange | None
     lookups_at_once = False  # lookups share workspaces
     trains_in_parts = False
     shares_bags = False
     takes_parts = False
-    resolves_far = True
+    resolves_across_domains = True
     is_watched = False
     times_phases = False
     _deduplicate: bool | None = None
@@ -80,7 +82,7 @@ class DeviceTables(ShardedTables):
                  gradient_scale: float = 1.0, *, device: torch.device | str = "cuda",
                  is_new: bool = True) -> None:
         self.operators = library.load_device()
-        self._ahead: torch.cuda.Stream | None = None  # stream of `to_resolve`
+        self._resolving_stream: torch.cuda.Stream | None = None  # stream of `to_resolve`
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -98,11 +100,16 @@ class DeviceTables(ShardedTables):
             raise PlanError("cannot shard tables in device memory", "dtypes of tables", codes,
                             " or ".join(DTYPE_BYTES), "keep quantised tables in host memory")
         exchange = 0
-        if self._leaves_rows and (self.group.world_size > 1 or self._needs_exchange()):
+        if self._uses_outboxes and (self.group.world_size > 1 or self._needs_exchange()):
+            owned = int(np.sum([d.num_slots for d in self.directories], axis=0).max())
+            if owned > _MOST_OWNED:
+                raise PlanError("cannot train tables in device memory", "rows that a rank owns",
+                                owned, f"<= {_MOST_OWNED}",
+                                "use more ranks or tables with fewer, wider rows")
             least = min(self.group.all_gather(self._exchange_bytes()))
             exchange = reserved_bytes(self.directories, True, least)
-        near = None if self.is_one_domain else list(self.members)
-        self.arenas = DeviceArenas(self.directories, self.group, near, self.device, exchange,
+        members = None if self.is_one_domain else list(self.members)
+        self.arenas = DeviceArenas(self.directories, self.group, members, self.device, exchange,
                                    self.has_push, self._row_clipped())
         self._layout, self._addresses = self.arenas.layout, self.arenas.addresses
         self._heap = self.arenas.heap  # type: ignore[assignment]
@@ -163,7 +170,7 @@ class DeviceTables(ShardedTables):
         self._deduplicate = choice
         self._set_pull(self.handle)
 
-    def _keep(self) -> None:
+    def _release_when_dropped(self) -> None:
         assert self._heap is not None
         self._release = weakref.finalize(
             self, release, self._heap,  # type: ignore[arg-type]
@@ -236,7 +243,7 @@ class DeviceTables(ShardedTables):
 
         def run() -> Lookup:
             # One stream for all batches, since the allocator caches memory per stream.
-            stream = self._ahead = self._ahead or streams.Stream(self.device)
+            stream = self._resolving_stream = self._resolving_stream or streams.Stream(self.device)
             stream.wait_event(there)
             with streams.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):
@@ -299,7 +306,7 @@ class DeviceTables(ShardedTables):
         return self.group.world_size > 1 and self._exchange is None
 
     def _refused_pass(self) -> Backward:
-        """Return the backward pass of an empty batch that kernels take for a refused one."""
+        """Return the backward pass of an empty batch that kernels treat as a refused batch."""
         pooled = next(iter(self.specs.values())).pooling != "none"
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         key_of = torch.zeros(len(self.features), dtype=torch.int64)
@@ -340,5 +347,5 @@ class DeviceTables(ShardedTables):
         other.deduplicate = self.deduplicate
         return other
 
-    def check_room(self) -> None:
+    def check_memory(self) -> None:
         """Do nothing: device memory has been allocated when the arenas were created."""

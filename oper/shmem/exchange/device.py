@@ -1,10 +1,10 @@
 """The exchange between memory domains for tables in device memory.
 
 Phases, headers, messages and checks are those of the host back end (csrc/common/exchange.h). Within
-a domain kernels read their peers' memory. Data from ranks of other domains (*remote* or *far*
-ranks) is stored like their outboxes, requests and partial sums (a *mirror*), so kernels read it in
-the same way. One kernel packs messages, another unpacks them; collectives of torch.distributed
-(NCCL if available) send them.
+a domain kernels read their peers' memory. Data from *remote* ranks, those of other domains, is
+stored like their outboxes, requests and partial sums (a *mirror*), so kernels read it in the same
+way. One kernel packs messages, another unpacks them; collectives of torch.distributed (NCCL if
+available) send them.
 
 Collectives need message sizes that only the device knows: each phase waits for the device once or
 twice, and such steps cannot be captured in a CUDA graph. Gradients of pushed rows are reduced by
@@ -74,8 +74,8 @@ class DeviceRows(Protocol):
 
 
 @dataclass(slots=True)
-class _FarRanges:
-    """Ranges of keys of remote rows that this rank reads, one per tier and owner.
+class _RemoteRanges:
+    """Ranges of keys of the remote rows that this rank reads, one per tier and owner; S ranges.
 
     Attributes:
         rank, table: int64 [S], owner, and table in the order of keys; sorted by owner, then table.
@@ -98,7 +98,7 @@ class DeviceExchange(Exchange):
         collection, bits: see `Exchange`; bits must be 32 or 16.
 
     Attributes:
-        far: ranks of other domains, ascending.
+        remote: ranks of other domains, ascending.
         dims: int64 [T], columns of the tables in the order of keys.
         num_refreshed: int64 [W, T], number of changed master rows received in the last step, by
             owner and by table in the order of keys.
@@ -118,7 +118,7 @@ class DeviceExchange(Exchange):
                                     bits.to_json(), "32 or 16",
                                     "choose 16, or keep the tables in host memory")
         self._tables, self._device = tables, tables.device
-        self.far = [r for r in range(group.world_size) if r not in self.members]
+        self.remote = [r for r in range(group.world_size) if r not in self.members]
         self._size, self._rank = group.world_size, group.rank
         self._failed: tuple[int, int] | None = None
         self.num_refreshed = np.zeros((self._size, 0), np.int64)
@@ -142,13 +142,13 @@ class DeviceExchange(Exchange):
             handle, self._bits_of(self._of_key), self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
-    def _list_ranges(self, with_pushed: bool) -> _FarRanges:
-        near = np.isin(np.arange(self._size), self.members)
+    def _list_ranges(self, with_pushed: bool) -> _RemoteRanges:
+        local = np.isin(np.arange(self._size), self.members)
         found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
-                 if x.owner in self.far and nearest_replica(x.tier, self._rank, near) < 0
+                 if x.owner in self.remote and nearest_replica(x.tier, self._rank, local) < 0
                  and (with_pushed or x.tier.tier.mode != "push")]
         columns = np.array(sorted(found), np.int64).reshape(-1, 5).T.copy()
-        return _FarRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
+        return _RemoteRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to this rank's device."""
@@ -164,6 +164,14 @@ class DeviceExchange(Exchange):
     def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
         """Begin a phase: send `counts` to the remote ranks; returns their counts for this rank.
 
+        Args:
+            phase: the phase.
+            counts: int64 [W, T, 3], see `counts`.
+            weighted: whether the ids of this phase have per-sample weights.
+
+        Returns:
+            int64 [W, T, 3], by sender and table in the order of keys.
+
         Raises:
             OperError: kernels of this rank have found an error, or another rank reports one.
         """
@@ -171,11 +179,11 @@ class DeviceExchange(Exchange):
         if self._failed is not None:
             raise_status(*self.check(*self._failed), outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
-        theirs, *found = torch.ops.oper.device_exchange_heads(
+        theirs, *found = torch.ops.oper.device_exchange_headers(
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
-            self._tables.synchronize()  # raises it
+            self._tables.synchronize()  # raises the kernels' error
         if found[0]:
             if found[0] != _TRANSPORT_FAILED:  # the transport stores its error itself
                 self._failed = found[0], found[1]
@@ -192,8 +200,8 @@ class DeviceExchange(Exchange):
             is_reply: whether these arrays answer the arrays of the last call.
             targets: for each array, addresses at which to store it, in the same form. If 0, sums of
                 squares are stored where kernels read them, and other arrays in new memory at
-                multiples of 16 bytes. Kernels are given the addresses of gradients and changed
-                masters.
+                multiples of 16 bytes; kernels are then told where gradients and changed master
+                rows are.
 
         Returns:
             Addresses of the received arrays, int64 [arrays, W, T]; and the new memory.
@@ -248,11 +256,12 @@ class DeviceExchange(Exchange):
         (received,), memory = self.exchange((self._rows, places[0]), is_reply=True)
         if not n.size:
             return
-        inside = before - (wanted[rank, table] - slots.data_ptr()) // 4  # of an owner's table
+        # Index of a range's first row among the rows of the same owner and table.
+        inside = before - (wanted[rank, table] - slots.data_ptr()) // 4
         from_byte = received[rank, table] - memory.data_ptr() + inside * self._row_bytes[table]
         taken = n * -(-self._row_bytes[table] // _UNIT)
         to_unit = first_byte // _UNIT + np.cumsum(taken) - taken
-        torch.ops.oper.device_receive_rows(  # columns as in FarRows, csrc/device/device.h
+        torch.ops.oper.device_receive_rows(  # columns as in RemoteRows, csrc/device/device.h
             self._handle, self.to_device(np.stack([before, first, from_byte, to_unit, table], 1)),
             memory, int(n.sum()), int(taken.sum()) * _UNIT)
 
@@ -280,7 +289,7 @@ class DeviceExchange(Exchange):
         begin, end = (x.reshape(T, W).T for x in (segments[:-1], segments[1:]))
         counts = self.counts()
         if num_runs >= 0:  # else the outbox is full
-            counts[self.far, :, 0] = (end - begin)[self.far]
+            counts[self.remote, :, 0] = (end - begin)[self.remote]
         self.begin(Phase.GRADIENTS, counts)
         _, self._received = self.exchange(  # memory is needed until the next step's gradients
             (box + slots_at + 4 * begin, 0),
@@ -300,7 +309,7 @@ class DeviceExchange(Exchange):
                 positions = d.positions_at(self._rank, slots)
                 lists[k] = slots, np.stack([directories[p].locate(positions)[0]
                                             for p in tables.pieces[d.table.name]])
-        for r in self.far:
+        for r in self.remote:
             for k, (slots, owners) in lists.items():
                 found.append(slots[(owners == r).any(0)])
                 counts[r, k, 0] = found[-1].size
@@ -322,7 +331,7 @@ class DeviceExchange(Exchange):
         changed = {k: self._tables.arenas.touched(t, self._rank)
                    for k, t in enumerate(self._order)
                    if any(x.tier.placement == "replicated" for x in self._of_key[k].tiers)}
-        for r in self.far:
+        for r in self.remote:
             for k, slots in changed.items():
                 mine = torch.cat([lists[0], *(
                     slots[(slots >= x.slot_base[self._rank])

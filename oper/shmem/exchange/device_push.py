@@ -93,8 +93,8 @@ class PushMessages:
         x = self._exchange
         own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
         counts = x.counts()
-        counts[x.far, :, 0] = own.num_pairs().T[x.far]
-        counts[x.far, :, 2] = own.num_runs().T[x.far]
+        counts[x.remote, :, 0] = own.num_pairs().T[x.remote]
+        counts[x.remote, :, 2] = own.num_runs().T[x.remote]
         asked = x.begin(Phase.REQUESTS, counts, own.weights != 0)
         ids, self._runs = asked[..., 0], asked[..., 2]
         bits = self._bits(own)
@@ -107,17 +107,19 @@ class PushMessages:
             (own.weights + first, 0),
             targets=[x.starts(slots, ids), x.starts(words, _words(ids)), x.starts(weights, ids)])
         self._keep += [slots, weights]
-        split = [int(_words(ids[r]).sum()) for r in x.far]
-        for r, part in zip(x.far, words.split(split), strict=True):
+        split = [int(_words(ids[r]).sum()) for r in x.remote]
+        for r, part in zip(x.remote, words.split(split), strict=True):
             self._mirror(r, ids[r], self._begins(r, ids[r], part),
                          int(places[0, r, 0]), int(places[2, r].max()) and int(
                              weights.data_ptr() + 4 * ids[:r].sum()))
 
     def _bits(self, own: Request) -> torch.Tensor:
-        """Return the bits that mark the first id of each run, for far owners: int32 words, padded
-        for each owner and table."""
+        """Return the bits that mark the first id of each run, for remote owners.
+
+        The result is int32 words, padded to complete words for each owner and table.
+        """
         x = self._exchange
-        pairs, runs, first_pair, first_run = (n.T[x.far].reshape(-1) for n in (
+        pairs, runs, first_pair, first_run = (n.T[x.remote].reshape(-1) for n in (
             own.num_pairs(), own.num_runs(), own.first_pair, own.first_run))
         words = _words(pairs)
         at = 32 * (np.cumsum(words) - words) - first_pair
@@ -129,8 +131,16 @@ class PushMessages:
         return (flags.view(-1, 32) << place).sum(1).to(torch.int32)
 
     def _begins(self, r: int, n: np.ndarray, words: torch.Tensor) -> torch.Tensor:
-        """Decode the bits of far reader `r`: returns index of the first id of each run, then the
-        number of ids; int32 [R + 1]."""
+        """Decode the bits that remote reader `r` has sent.
+
+        Args:
+            r: the reader.
+            n: int64 [T], number of its ids by table.
+            words: int32, its bits, padded to complete words for each table.
+
+        Returns:
+            int32 [R + 1], index of the first id of each run, then the number of ids.
+        """
         x, runs = self._exchange, self._runs[r]
         place = torch.arange(32, device=words.device)
         flagged = torch.nonzero((words.to(torch.int64)[:, None] >> place & 1).view(-1))[:, 0]
@@ -169,7 +179,7 @@ class PushMessages:
         mirrors. Collective."""
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
-        counts[x.far, :, 0] = self._runs[x.far]
+        counts[x.remote, :, 0] = self._runs[x.remote]
         x.begin(Phase.PARTIALS, counts)
         part = self._tables.arenas.partial_bytes // self.requests.size // 16 * 16
         floats = -(-counts[..., 0] * x.dims // 4) * 4
@@ -178,7 +188,7 @@ class PushMessages:
         self._keep.append(memory)
         # Received sums have the layout that this rank's request defines: by table, each table at a
         # multiple of 16 bytes.
-        self.partials[x.far] = places[x.far, 0] - part * rank
+        self.partials[x.remote] = places[x.remote, 0] - part * rank
 
 
 def _words(num_bits: np.ndarray) -> np.ndarray:

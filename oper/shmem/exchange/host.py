@@ -42,8 +42,8 @@ _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, c
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
 _SIZE = struct.Struct("<q")
 # As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
-# that they are at different phases. Phase, sequence number, status code, failed rank, two fields of
-# the kernels, collection, settings of an update.
+# that they are at different phases. Fields: phase, sequence number, status code, failed rank, two
+# fields that only the kernels use, collection, checksum of an update's settings.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
@@ -64,7 +64,7 @@ class Exchange:
     Attributes:
         domains: ranks of each domain, ascending; domains in the order of their first ranks.
         members: ranks of this rank's domain, ascending.
-        bits: the argument.
+        bits: bits per number in messages, by table.
     """
 
     _operators = "context"  # prefix of the names of the operators
@@ -172,16 +172,16 @@ class Exchange:
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
         """Return the phase and the sequence number of each rank's last header."""
-        flat = self._ask("last_phases")
+        flat = self._query("last_phases")
         return [CollectivePhase(flat[k + 2], flat[k + 1])
                 for k in range(0, len(flat), 3)], flat[::3]
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
         """See `ShardedTables.sent_bytes`."""
-        sent, size = self._ask("sent_bytes", reset), self._group.world_size
+        sent, size = self._query("sent_bytes", reset), self._group.world_size
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
-    def _ask(self, what: str, *arguments: bool) -> list[int]:
+    def _query(self, what: str, *arguments: bool) -> list[int]:
         return getattr(torch.ops.oper, f"{self._operators}_{what}")(self._handle, *arguments)
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
@@ -201,7 +201,8 @@ class Exchange:
         sent = b"".join((head + body).ljust(_HEAD_BYTES, b"\0") for body in bodies)
         received = torch.empty(len(sent), dtype=torch.uint8)
         each = [_HEAD_BYTES] * len(bodies)
-        self._guarded(_tensor_of(sent), each, received, each, phase)
+        self._guarded(torch.frombuffer(bytearray(sent), dtype=torch.uint8), each, received, each,
+                      phase)
         data = received.numpy().tobytes()
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
@@ -347,7 +348,3 @@ def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-
-
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

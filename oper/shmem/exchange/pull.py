@@ -22,7 +22,7 @@ import torch
 from oper.errors import require_fields
 from oper.ranges import Amount, rules_of
 from oper.shmem.batch import Lookup
-from oper.shmem.memory.numa import find_nodes, near_domain
+from oper.shmem.memory.numa import find_nodes, local_domain
 from oper.shmem.protocol import Tables
 
 
@@ -84,7 +84,7 @@ def choose_automatically(tables: Tables) -> None:
     measured. Otherwise the ranks of each domain that spans nodes measure `PullCosts` and use their
     mean; each rank then decides by the duplication in its own batches.
     """
-    node = near_domain([n.processors for n in find_nodes()])
+    node = local_domain([n.processors for n in find_nodes()])
     nodes = tables.group.all_gather(node)
     spread = len({nodes[r] for r in tables.members}) > 1
     if not any(tables.group.all_gather(spread)):
@@ -94,8 +94,8 @@ def choose_automatically(tables: Tables) -> None:
     tables.traffic(reset=True)
     every = [astuple(c) for c in tables.group.all_gather(found)]
     if spread:
-        near = [every[r] for r in tables.members]
-        choose_pull(tables, PullCosts(*np.mean(near, axis=0).tolist()))
+        of_domain = [every[r] for r in tables.members]
+        choose_pull(tables, PullCosts(*np.mean(of_domain, axis=0).tolist()))
 
 
 def duplication(tables: Tables) -> list[Duplication]:
@@ -109,10 +109,11 @@ def duplication(tables: Tables) -> list[Duplication]:
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
     """Measure `PullCosts` for this rank on this machine.
 
-    Times reads in the piece and from the neighbour for which the smaller of the two ranks' numbers
-    of own rows is largest (without any, returns the defaults). Then, with a single memory domain,
-    times lookups with and without de-duplication (with several, `per_id` keeps its default). Not
-    collective; no rank may be in an update.
+    Compares reads of own rows with reads of a neighbour's rows, in the column piece and with the
+    neighbour for which the smaller of the two ranks' numbers of own rows is largest. Without such a
+    neighbour, returns the defaults. Then, with a single memory domain, times lookups with and
+    without de-duplication; with several, `per_id` keeps its default. Not collective; no rank may be
+    in an update.
 
     Args:
         tables: the tables of one rank.
@@ -125,16 +126,16 @@ def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> 
                              for r in tables.members if r != rank), default=(0, 0, rank))
     if size == 0:
         return PullCosts()
-    own, far = (tables.view("rows", piece, r) for r in (rank, peer))
+    own, theirs = (tables.view("rows", piece, r) for r in (rank, peer))
     row_bytes = own.element_size() * own.shape[1]
     slots = torch.randint(0, size, (num_rows,), generator=torch.Generator().manual_seed(0))
     rows, copies = (own.new_empty(num_rows, own.shape[1]) for _ in range(2))
-    read_own, read_far, copied = _medians(repeats, [
+    read_own, read_theirs, copied = _medians(repeats, [
         lambda: torch.index_select(own, 0, slots, out=rows),
-        lambda: torch.index_select(far, 0, slots, out=rows),
+        lambda: torch.index_select(theirs, 0, slots, out=rows),
         lambda: copies.copy_(rows)])
     per_byte = 1e9 / (num_rows * row_bytes)
-    costs = PullCosts(extra_per_byte=max(0.0, read_far - read_own) * per_byte,
+    costs = PullCosts(extra_per_byte=max(0.0, read_theirs - read_own) * per_byte,
                       per_copied_byte=copied * per_byte)
     if not tables.is_one_domain:
         return costs

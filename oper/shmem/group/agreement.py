@@ -19,7 +19,7 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
     Args:
         group: the ranks.
         plan: the plan; its modelled times and notes may differ.
-        others: name -> values whose ``repr`` shows everything on which ranks must agree.
+        others: name -> values that must be equal on all ranks, compared by ``repr``.
     """
     if group.world_size == 1:
         return
@@ -35,8 +35,13 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
 
 
 def check_same_arguments(group: Group, what: str, arguments: Mapping[str, Sequence[Any]]) -> None:
-    """Raise InvalidInputError, which begins with `what`, on all ranks unless all pass the same
-    `arguments`: name -> values, compared by ``repr``. Collective."""
+    """Raise InvalidInputError on all ranks unless all ranks pass the same arguments. Collective.
+
+    Args:
+        group: the ranks.
+        what: beginning of the message.
+        arguments: name -> values, compared by ``repr``.
+    """
     _check_same(group, arguments, lambda ranks: f"{what}, since ranks {ranks} pass other arguments "
                 "than rank 0", "pass the same arguments on every rank")
 

@@ -36,10 +36,12 @@ def connect(group: Group) -> dict[int, socket.socket]:
         try:
             for rank in range(group.rank):
                 peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
-                peer.sendall(_HELLO.pack(token, group.rank))
                 peers[rank] = peer
+                peer.sendall(_HELLO.pack(token, group.rank))
             peers |= _accepted(server, token, group)
         except OSError as error:
+            for peer in peers.values():
+                peer.close()
             raise OperError(
                 "cannot connect to the other ranks", "addresses", [e[:2] for e in everyone][:8],
                 "hosts that can reach each other",
@@ -67,10 +69,10 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
                 peer = key.fileobj
                 assert isinstance(peer, socket.socket)
                 if peer is server:
-                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # has left
                         peer, _ = server.accept()
                         peer.setblocking(False)
-                        # Readable only when the complete greeting has arrived, or on disconnect.
+                        # Readable only when the complete handshake has arrived, or on disconnect.
                         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO.size)
                         ready.register(peer, selectors.EVENT_READ)
                     continue
@@ -81,14 +83,14 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
                 else:
                     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
                     peers[rank] = peer
-        for key in list(ready.get_map().values()):  # connections that sent no greeting
+        for key in list(ready.get_map().values()):  # connections that sent no handshake
             if key.fileobj is not server:
                 key.fileobj.close()  # type: ignore[union-attr]
     return peers
 
 
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
-    """Read a peer's greeting; returns its rank, or None if it does not know the token."""
+    """Read a peer's handshake; returns its rank, or None if it does not know the token."""
     with contextlib.suppress(OSError, struct.error):
         said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
         if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:

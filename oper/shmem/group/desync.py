@@ -197,9 +197,9 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
         return Verdict(code, rank, CollectivePhase(own, STATE_ACCESS))
     here = CollectivePhase(own, barriers[own][me].phase)
     known = (None if code in (Status.OTHER_PHASE, Status.PEER_CLOSED)
-             else _left_by_others(barriers, own, me, rank))
+             else _recorded_verdict(barriers, own, me, rank))
     if known is None and code == Status.PEER_LATE:
-        # A verdict of a rank that waited at another collection.
+        # A rank that waited at another collection may have recorded a verdict.
         known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known
@@ -214,10 +214,10 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
     return found
 
 
-def _left_by_others(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
-                    ) -> Verdict | None:
-    """Return a verdict recorded by this rank or a rank that gave up at this collection, or by the
-    peer at any collection; None if there is none."""
+def _recorded_verdict(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
+                      ) -> Verdict | None:
+    """Return a verdict that rank `me` or a rank that gave up has recorded at collection `own`, or
+    that rank `peer` has recorded at any collection; None if there is none."""
     states = [barriers[own][me], barriers[own][peer], *(b[peer] for b in barriers.values())]
     states += [x for x in barriers[own] if x.absent == GIVEN_UP]
     return _first_verdict(states)
@@ -232,6 +232,11 @@ def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, miss
 
     Among ranks that wait for no other rank, this is the rank with the fewest arrivals. If all ranks
     wait, it is one that is not at the most common phase (`out_of_step`).
+
+    Args:
+        barriers: see `Register.barriers`.
+        here: the phase in which this rank has waited.
+        missed: the rank for which its barrier has waited.
     """
     size = len(barriers[here.collection])
     waits: list[CollectivePhase | None] = [None] * size
@@ -249,10 +254,16 @@ def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, miss
 
 def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
                 arrivals: Sequence[int] | None = None) -> Verdict:
-    """Return the verdict if all ranks wait, rank r at `phases[r]`.
+    """Return the verdict if all ranks wait for each other.
 
-    It names a rank that is not at the most common phase (`common_phase`), the one with the fewest
-    `arrivals` if given; or `missed` if all ranks are at the same phase.
+    It names a rank that is not at the most common phase (`common_phase`).
+
+    Args:
+        code: one of `PEER_FAILURES`.
+        phases: the phase in which each rank waits, by rank.
+        missed: the rank to name if all ranks are at the same phase.
+        arrivals: number of barrier arrivals by rank; of several ranks at other phases, the one with
+            the fewest is named. None = the lowest rank.
     """
     common = common_phase(phases)
     others = [r for r, at in enumerate(phases) if at != common]
@@ -262,7 +273,7 @@ def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
 
 def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
     """Return the most common phase; among equally common ones, the lowest rank's."""
-    return Counter(phases).most_common(1)[0][0]  # a stable sort in the order of ranks
+    return Counter(phases).most_common(1)[0][0]  # of equal counts, the first in the list
 
 
 def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from oper.errors import DeadlineError, OperError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-_SLICE = timedelta(milliseconds=200)  # wait in slices, since gloo's own timeout may be 30 minutes
+_SLICE = timedelta(milliseconds=200)  # waits are split, since gloo's own timeout may be 30 minutes
 
 
 class Group(Protocol):
@@ -95,7 +95,7 @@ class ProcessGroup:
         return not self._dist.is_initialized() or (group is not None and is_destroyed(group))
 
     def _gather(self, data: Any) -> list[Any]:
-        """Tensors of one size from all ranks, over gloo."""
+        """Return the tensors `data` of all ranks, which must have the same size, over gloo."""
         parts = [data.new_empty(data.shape) for _ in range(self.world_size)]
         try:
             work = self._dist.all_gather(parts, data, group=self.process_group, async_op=True)
@@ -141,7 +141,13 @@ class ThreadGroup:
     @staticmethod
     def create(world_size: int, deadline_s: float = 60.0,
                domains: Sequence[int] | None = None) -> list[ThreadGroup]:
-        """Return the groups of ranks 0..W-1, one for each thread."""
+        """Return the groups of ranks 0..W-1, one for each thread.
+
+        Args:
+            world_size: number of ranks W.
+            deadline_s: seconds that a rank waits for the others in a collective.
+            domains: label of the memory domain of each rank; None = one domain.
+        """
         shared = _Shared(world_size, deadline_s, domains)
         return [ThreadGroup(rank, shared) for rank in range(world_size)]
 

@@ -25,7 +25,7 @@ from oper.shmem.group.groups import Group
 from oper.shmem.group.status import Status
 
 _MESSAGE = struct.Struct("<4sqq")  # kind and two numbers
-_ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
+_ASK, _ANSWER, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
 _ANSWER_S = 1.0
 _WAITS = 1 << 40  # flag in addition to a packed phase
 
@@ -51,7 +51,8 @@ class LivenessMonitor:
         self._is_closed = False
         self._group = group
         self._peers = connect(group)
-        self._told: dict[int, tuple[int, CollectivePhase, bool]] = {}
+        # Answers of peers to `_ASK`: number of exchanges begun, phase, and whether they wait there.
+        self._answers: dict[int, tuple[int, CollectivePhase, bool]] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._listen, name="oper-liveness", daemon=True)
         self._thread.start()
@@ -95,12 +96,12 @@ class LivenessMonitor:
             return False
         if what == _ASK:
             at, waits = self._status()
-            self._send(rank, _TELL, self.count, at.pack() + _WAITS * waits)
+            self._send(rank, _ANSWER, self.count, at.pack() + _WAITS * waits)
         elif what == _GAVE_UP:
             self._record(Verdict.unpack(int(a)) or Verdict(Status.PEER_GAVE_UP, rank, self.at))
         else:
             with self._changed:
-                self._told[rank] = int(a), CollectivePhase.unpack(int(b)), bool(b & _WAITS)
+                self._answers[rank] = int(a), CollectivePhase.unpack(int(b)), bool(b & _WAITS)
                 self._changed.notify_all()
         return True
 
@@ -109,8 +110,8 @@ class LivenessMonitor:
         its memory domain."""
         if self.is_inside:
             return self.at, True
-        near = register_of(self._group).waits(self._group.rank)
-        return (self.at, False) if near is None else (near, True)
+        waiting = register_of(self._group).waits(self._group.rank)
+        return (self.at, False) if waiting is None else (waiting, True)
 
     def _record(self, failure: Verdict) -> None:
         with self._changed:
@@ -139,23 +140,23 @@ class LivenessMonitor:
         A verdict that a peer has sent takes precedence.
         """
         with self._changed:
-            self._told.clear()
+            self._answers.clear()
         for rank in self._peers:
             self._send(rank, _ASK, 0, 0)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._told) == len(self._peers), _ANSWER_S)
-            told = dict(self._told)
-        told[self._group.rank] = self.count, *self._status()
-        ranks = sorted(told)
-        silent = [r for r in self._peers if r not in told]
-        late = sorted((r for r in ranks if told[r][0] < self.count),
-                      key=lambda r: (told[r][2], told[r][0], r))
+            self._changed.wait_for(lambda: len(self._answers) == len(self._peers), _ANSWER_S)
+            answers = dict(self._answers)
+        answers[self._group.rank] = self.count, *self._status()
+        ranks = sorted(answers)
+        silent = [r for r in self._peers if r not in answers]
+        late = sorted((r for r in ranks if answers[r][0] < self.count),
+                      key=lambda r: (answers[r][2], answers[r][0], r))
         if silent or late:
             behind = min(silent) if silent else late[0]
-            waited = [told[r][1] for r in ranks if told[r][2] and r != behind]
+            waited = [answers[r][1] for r in ranks if answers[r][2] and r != behind]
             found = Verdict(Status.PEER_LATE, behind, common_phase(waited or [self.at]))
         else:
-            found = out_of_step(Status.PEER_LATE, [told[r][1] for r in ranks], missed)
+            found = out_of_step(Status.PEER_LATE, [answers[r][1] for r in ranks], missed)
         # A peer that gave up in the meantime has reported its own verdict, which takes precedence.
         return self.failure or found
 

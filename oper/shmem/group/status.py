@@ -24,8 +24,8 @@ class Status(IntEnum):
     OTHER_SETTINGS = 15
     REFUSED_BEFORE = 16  # device memory: refused in its lookup, whose error is no longer stored
     TOO_MANY_KEYS = 17  # device memory: the keys of a batch do not fit their lists
-    TOO_MANY_IDS = 24  # this and the next one for tables in device memory
-    IDS_WITHOUT_BAGS = 25
+    TOO_MANY_IDS = 24  # device memory
+    IDS_WITHOUT_BAGS = 25  # device memory
 
 
 class Fault(IntEnum):

@@ -28,9 +28,9 @@ from oper.shmem.group.status import Status
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
 
-_POLL_S = 20e-6  # between polls of a device collective, for which an interruptible wait is missing
+_POLL_S = 20e-6  # between polls of a device collective, whose own wait cannot be interrupted
 _SLICE_S = 0.2  # interval at which a waiting rank checks that its peers are alive
-_NAMING_S = 3.0  # how long to search for the dead peer after an error of the back end
+_NAMING_S = 3.0  # how long to wait for the dead peer to be identified after a failed exchange
 
 
 class Transport(Protocol):
@@ -126,7 +126,7 @@ class _MonitoredTransport(ABC):
         monitor = self._monitor
         with self._exchanging:
             self._check_open()
-            if monitor.failure is not None:  # an unfinished exchange would be read as this one
+            if monitor.failure is not None:  # left-over data could be taken for this exchange's
                 self._fail(monitor.failure, "earlier")
             monitor.count += 1
             monitor.at, monitor.is_inside = self.at, True
@@ -271,7 +271,7 @@ class CollectiveTransport(_MonitoredTransport):
             dist.get_process_group_ranks(group.process_group or dist.group.WORLD),
             use_local_synchronization=True,
             timeout=timedelta(seconds=max(self._deadline_s, 1.0) + 60))
-        # The back end connects its ranks in the first exchange; do it while all are here.
+        # The back end connects its ranks in the first exchange: make it now, on all ranks at once.
         sizes = [1] * group.world_size
         ones = torch.zeros(group.world_size, dtype=torch.uint8)
         self.exchange(ones, sizes, torch.empty_like(ones), sizes)

@@ -95,8 +95,8 @@ class Turns:
 
 
 def in_turn(method: _Method) -> _Method:
-    """Decorate a method of tables so that it holds `turns.lock`, after pending micro-batch calls.
-    """
+    """Decorate a method of tables: it first acquires `turns.lock` and waits until all queued calls
+    of micro-batches are done."""
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         turns: Turns = self.turns

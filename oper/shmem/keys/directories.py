@@ -52,7 +52,8 @@ from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
-RECORDS = {"keys": False, "candidates": True}  # parts of a checkpoint: whether of candidates
+# Parts of a directory in a checkpoint, and whether their keys are candidates, which have no row.
+RECORDS = {"keys": False, "candidates": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ class Keys:
         rules: settings of the dynamic tables, by table name.
 
     Attributes:
-        tables: number of each dynamic table, by name.
-        rules: their settings, by name.
+        tables: number of each dynamic table, from 0, by name.
+        rules: settings of the dynamic tables, by name.
         num_bytes: bytes of the directories in this memory domain.
 
     Raises:
@@ -357,7 +358,7 @@ class Keys:
         be in an update."""
         rule, clock = self.rules[name], self.clock(name)
         _, counts, clocks = self.read(name, "keys", begin, end).unbind(1)
-        if rule.half_life is not None:  # KeyRules::decayed in csrc/host/keys/directory.h
+        if rule.half_life is not None:  # KeyRules::decayed in csrc/common/keys.h
             passed = clock // rule.half_life - clocks // rule.half_life
             counts = counts >> passed.clamp(0, 40)
         oldest = 0 if rule.time_to_live is None else max(0, clock - rule.time_to_live)

@@ -29,7 +29,8 @@ class RowHistory:
 
     Args:
         last: calls the operator ``keys_new``, which returns the rows that the last update has given
-            to new keys, int64 [n, 2], and where the rows of each table begin.
+            to new keys (column 0 of int64 [n, 2] or [n, 1]), and where the rows of each table
+            begin.
 
     Attributes:
         num_updates: number of updates and loads of the directories so far.

@@ -222,7 +222,7 @@ class DeviceKeys(Keys):
         if first == end:
             return [0, 0, *events]
         buckets = self._bytes_at(address, (end - first) * BUCKET_BYTES).view(-1, BUCKET_BYTES)
-        held = (buckets[:, :KEY_BUCKET_ROWS] != 0).sum(1)  # tags
+        held = (buckets[:, :KEY_BUCKET_ROWS] != 0).sum(1)  # slots with a tag have a key
         begins, ends = slots_of_buckets(np.arange(first, end), self.num_records(name, False))
         full = held == torch.from_numpy(ends - begins).to(held.device)
         return [int(held.sum()), int(full.sum()), *events]

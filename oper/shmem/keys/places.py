@@ -40,7 +40,7 @@ def places_of_slots(slots: np.ndarray, num_slots: int
         bytes (int64 [n] each); and the hashes that they have while they are free, uint64 [n].
     """
     size, larger = divmod(num_slots, num_buckets(num_slots))
-    end = larger * (size + 1)  # of the larger buckets
+    end = larger * (size + 1)  # end of the larger buckets' slots
     buckets = np.where(slots < end, slots // (size + 1), larger + (slots - end) // size)
     at = slots - slots_of_buckets(buckets, num_slots)[0]
     line = at % _LINES
@@ -83,7 +83,8 @@ def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: in
 
 
 def _rank(groups: np.ndarray) -> np.ndarray:
-    """Return, for each entry of ascending `groups`, the number of equal entries before it."""
+    """Return, for each entry of ascending `groups`, int64 [n], the number of equal entries before
+    it, int64 [n]."""
     return np.arange(groups.size) - np.searchsorted(groups, groups)
 
 

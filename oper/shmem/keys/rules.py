@@ -31,9 +31,9 @@ class DynamicTable:
             recently seen; ``"lfu"``, the least frequently seen; or ``"distance_lfu"``, which
             combines both: the key with the lowest count / (clock - last + 1), where `clock` is the
             number of the current update and `last` that of the last one with the key (TorchRec's
-            ``DistanceLFU_EvictionPolicy`` with decay exponent 1). A key in the new key's home line
-            is preferred if fewer than a sixteenth of the bucket's keys precede it in that order.
-            Keys seen in the current update are never evicted.
+            ``DistanceLFU_EvictionPolicy`` with decay exponent 1). A key in the cache line in which
+            the new key is looked up first is preferred if fewer than a sixteenth of the bucket's
+            keys would be evicted before it. Keys seen in the current update are never evicted.
         half_life: number of updates after which counts are halved, for ``"lfu"`` and
             ``"distance_lfu"``; None = never.
         time_to_live: a key that was not seen for more than this many updates loses its row; None =

@@ -32,7 +32,7 @@ class DeviceArenas:
     Args:
         directories: one per column piece of each table.
         group: all ranks. Creation is collective.
-        near: ranks of this memory domain; None = all ranks.
+        domain: ranks of this memory domain; None = all ranks.
         device: this rank's device.
         exchange_bytes: size of an outbox and, in push mode, of each rank's requests and of its
             partial sums; 0 = not needed.
@@ -49,7 +49,7 @@ class DeviceArenas:
     """
 
     def __init__(self, directories: Sequence[TableDirectory], group: Group,
-                 near: list[int] | None, device: torch.device, exchange_bytes: int, pushes: bool,
+                 domain: list[int] | None, device: torch.device, exchange_bytes: int, pushes: bool,
                  clipped: Collection[str]) -> None:
         W = group.world_size
         self._directories = directories
@@ -60,9 +60,9 @@ class DeviceArenas:
         pads = _up(max(self.layout.num_bytes))
         requests = _up(pads + 4 * W)
         self.partial_bytes = exchange_bytes // 256 * 256 if pushes else 0
-        members = list(range(W)) if near is None else near
+        members = list(range(W)) if domain is None else domain
         self.heap = DeviceHeap(
-            group if near is None else DomainGroup(group, near),
+            group if domain is None else DomainGroup(group, domain),
             [requests + 2 * self.partial_bytes] * len(members), device,
             [self.layout.host_ranges[r] for r in members])
         self.addresses = [0] * W
@@ -83,7 +83,7 @@ class DeviceArenas:
         """Size of a rank's outbox."""
         return self.layout.outbox_bytes
 
-    def is_near(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Return whether this rank can address the memory of `rank`."""
         return self.addresses[rank] > 0
 

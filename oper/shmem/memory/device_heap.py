@@ -178,7 +178,8 @@ class DeviceHeap:
         try:
             errors = [(rank, e) for rank, e in enumerate(self._whole.all_gather(error)) if e]
             if errors:
-                raise OperError("cannot share device memory between processes", "rank", errors[0],
+                raise OperError("cannot share device memory between processes", "rank, error",
+                                errors[0],
                                 "POSIX descriptors of CUDA virtual memory",
                                 f"symmetric memory was not used either ({reason}); use a plan that "
                                 "exchanges over torch.distributed")

@@ -213,6 +213,10 @@ def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dic
 
     Returns:
         Process ids by rank, and the descriptors received from each peer, which the caller closes.
+
+    Raises:
+        OperError: a peer does not answer.
+        OSError: this process has no free descriptor.
     """
     name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -221,8 +225,13 @@ def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dic
         server.settimeout(_CONNECT_S)
         everyone = group.all_gather((os.getpid(), name))
         pids = [pid for pid, _ in everyone]
-        return pids, _exchange_descriptors(
-            server, group.rank, pids, [n for _, n in everyone], mine)
+        try:
+            return pids, _exchange_descriptors(
+                server, group.rank, pids, [n for _, n in everyone], mine)
+        except (TimeoutError, ConnectionError) as error:
+            raise OperError("cannot attach to a peer's arena", "connection", str(error),
+                            f"an answer of every rank within {_CONNECT_S:g} s",
+                            "look at the other ranks' logs") from error
 
 
 def _exchange_descriptors(

@@ -58,7 +58,7 @@ def find_nodes() -> list[Node]:
     return found or [Node(0, tuple(range(os.cpu_count() or 1)))]
 
 
-def near_domain(nodes: Sequence[Sequence[int]]) -> int:
+def local_domain(nodes: Sequence[Sequence[int]]) -> int:
     """Return the index in `nodes`, lists of processors, that has most of this process's allowed
     processors."""
     mine = os.sched_getaffinity(0)

@@ -18,8 +18,8 @@ class GradientClamp:
         features: (feature name, table name) in output order.
         specs: the tables by name.
         optimizers: optimizers by table name; ``max_gradient`` is the limit, None = no limit.
-        gradient_scale: factor by which gradients are multiplied after clamping; limits apply to the
-            scaled gradient.
+        gradient_scale: factor by which gradients are multiplied after clamping. Limits are for the
+            scaled gradient, so they are divided by it here.
     """
 
     def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],

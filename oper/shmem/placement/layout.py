@@ -108,7 +108,6 @@ class ArenaLayout:
         return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
                            outbox_bytes=num_outbox_bytes, host_ranges=host_ranges)
 
-
     def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
         """Return bytes of rows, replicas and optimizer states: ``{"device": [W], "host": [W]}``."""
         everything = np.zeros(len(self.num_bytes), np.int64)
@@ -181,12 +180,12 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
                 copy = replica_address[copy_at] + x.replica_begin[copy_at]
                 read = add_map(np.array([copy]), np.array([x.row_bytes]))
             else:
-                near = where[x.pattern] != 0
+                local = where[x.pattern] != 0
                 key = d.owner_begin[x.pattern] + slot
                 read = add_map(
-                    np.where(near, row_address[x.pattern] + x.begin[x.pattern]
+                    np.where(local, row_address[x.pattern] + x.begin[x.pattern]
                              + x.within * x.row_bytes, -1 - key),
-                    np.where(near, x.row_bytes, -1) * x.weight[x.pattern])
+                    np.where(local, x.row_bytes, -1) * x.weight[x.pattern])
             tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push"),
                           ROW_TYPES.index(x.dtype)])
             if x.tier.placement == "replicated":
@@ -211,20 +210,20 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
             [torch.from_numpy(h).to(device) for h in heads])
 
 
-def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
+def nearest_replica(x: TierLayout, rank: int, local: np.ndarray) -> int:
     """Return the rank whose replica of a tier `rank` reads; -1 if it reads the master copies,
     directly or through the exchange.
 
     Args:
         x: the tier.
         rank: the reader.
-        near: bool [W], ranks whose memory `rank` can address.
+        local: bool [W], ranks whose memory `rank` can address.
     """
     if x.replica_base[rank] >= 0:
         return rank
-    if x.tier.placement != "replicated" or near[x.pattern].all():
+    if x.tier.placement != "replicated" or local[x.pattern].all():
         return -1
-    return next((int(r) for r in np.flatnonzero(near) if x.replica_base[r] >= 0), -1)
+    return next((int(r) for r in np.flatnonzero(local) if x.replica_base[r] >= 0), -1)
 
 
 def _refreshes(

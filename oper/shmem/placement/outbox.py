@@ -27,7 +27,7 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
         # A rank that owns an entire pushed table treats it like a pulled one.
         if "push" in modes and (d.world_size > 1 or len(modes) > 1):
             return None
-        if "push" in modes:  # the other half is for sums, which are sent without a request
+        if "push" in modes:  # with pushed tiers, one half of an outbox is for owners' partial sums
             halves = 2
     size = directories[0].world_size if directories else 1
     # See header_bytes and take_outbox in csrc/host/context.h: the tables of contents, then arrays

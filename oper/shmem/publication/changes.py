@@ -14,7 +14,8 @@ from oper.shmem.memory.quantise import as_rows
 from oper.shmem.publication.buffers import DenseEntry, Layout
 
 Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table name
-# Places int64 [n] and values [n] of elements of a dense weight, by its key.
+# By key of a dense weight: pairs of indices int64 [n] and values [n]. An index counts values of
+# that dtype from the weight's first byte.
 ChangedElements = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
 Stored = list[tuple[np.ndarray, torch.Tensor]]  # for each element type: ids, rows in stored form
 

@@ -58,9 +58,16 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
-    """Receive a publisher's handshake text and the descriptors of its segments."""
+    """Receive a publisher's handshake text and the descriptors of its segments.
+
+    Raises:
+        OperError: the publisher has closed the connection, or does not answer in time.
+        ValueError: the message is not a handshake of this version.
+    """
+    fds: list[int] = []
     try:
-        head, fds, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
+        head, received, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
+        fds = list(received)
         parts, size = [], 0
         if len(head) == HANDSHAKE.size:
             magic, size = HANDSHAKE.unpack(head)
@@ -76,7 +83,12 @@ def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
                                 "attach again, or check the publisher's log")
             parts.append(part)
             size -= len(part)
-    except OSError as error:
+        text = b"".join(parts).decode()
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if not isinstance(error, OSError):
+            raise
         raise OperError("cannot attach to a publisher", "handshake", str(error),
                         "a complete handshake in time", "check that the publisher runs") from None
-    return b"".join(parts).decode(), fds
+    return text, fds

@@ -27,7 +27,7 @@ from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory import numa
 from oper.shmem.memory.segments import page_kind
-from oper.shmem.migration import check_room
+from oper.shmem.migration import check_memory
 from oper.shmem.publication.buffers import (
     HEADER,
     HEADER_BYTES,
@@ -56,9 +56,9 @@ from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 5e-5  # interval at which pins of readers are polled
-_QUIET_S = 0.005  # how long to wait for a moment without pins before new lookups are blocked
+_QUIET_S = 0.005  # how long to wait until no reader has a pin, before new lookups are blocked
 _TICK_S = 0.05  # interval at which to try to free a buffer that readers may still use
-_ONLY = torch.zeros(1, dtype=torch.int64)  # row number of a dense weight, which counts as one row
+_ONLY = torch.zeros(1, dtype=torch.int64)  # row number of a dense weight, treated as one row
 _SEND_S = 10.0  # timeout for sending the handshake to a reader
 
 
@@ -143,7 +143,7 @@ class Publisher:
         return {"tables": self.layout.num_bytes - dense, "dense": dense, "spare": spare}
 
     def publish_rows(self, rows: Callable[[str], Rows], dense: Mapping[str, torch.Tensor],
-                timeout_s: float = 60.0) -> int:
+                     timeout_s: float = 60.0) -> int:
         """Write all weights to the unused buffer, and make it the one that readers use.
 
         Args:
@@ -189,8 +189,9 @@ class Publisher:
         Args:
             rows: by table name, distinct ids int64 [n] and their rows as for `publish_rows`.
             dense: dense weights that change, by key.
-            elements: single elements of dense weights that change, by key: distinct places int64
-                [n] in the weight, viewed as a vector of the values' dtype, and the values [n].
+            elements: single elements of dense integer weights to change, by key: pairs of distinct
+                indices, int64 [n], and new values, [n]; an index counts values of that dtype from
+                the weight's first byte.
 
         Raises:
             InvalidInputError: a change does not fit.
@@ -251,7 +252,7 @@ class Publisher:
             torch.ops.oper.place_rows(to, places, rows)
             if layout.has_replicas:
                 for view in views:
-                    view.publish()
+                    view.flush_replicas()
             _write_header(dense_at, header)
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
@@ -288,8 +289,8 @@ class Publisher:
         state, layout = self._state, self.layout
         target = state.buffers[buffer]
         if not target.is_filled:
-            check_room([layout.num_bytes], "another copy of the tables",
-                       "free memory, or publish rows of a narrower type")
+            check_memory([layout.num_bytes], "another copy of the tables",
+                         "free memory, or publish rows of a narrower type")
         *segments, dense_at = target.addresses
         target.is_filled = True
         domains = range(layout.plan.world_size)
@@ -313,7 +314,7 @@ class Publisher:
                 raise InvalidInputError(f"cannot publish table {name!r}", "number of rows", covered,
                                         f"{spec.num_rows}", "pass all rows of this table once")
         for view in views:
-            view.publish()  # replicas
+            view.flush_replicas()  # replicas
         for entry in layout.dense:
             check_dense(entry, dense)
             dense_view(dense_at, entry).copy_(dense[entry.key].detach())

@@ -35,7 +35,7 @@ from oper.shmem.counters.measured import kernel_traffic, spans_of
 from oper.shmem.counters.phases import Span
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
-from oper.shmem.memory.numa import near_domain
+from oper.shmem.memory.numa import local_domain
 from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import context_arguments
@@ -189,7 +189,7 @@ class PublishedTables(BufferRows):
         """Return the batch unchanged, since its epoch is not known before its lookup."""
         return batch
 
-    def publish(self) -> None:
+    def flush_replicas(self) -> None:
         """Raise OperError, since only the publisher may write rows."""
         raise OperError("cannot write published tables", "tables", list(self.specs)[:8],
                         "tables that are not read-only", "publish new weights with the publisher")
@@ -272,7 +272,7 @@ class Reader:
                                 "fewer attached readers", "stop a reader")
             self.layout = Layout.from_text(told["layout"])
             self._slot = int(told["slot"])
-            self.domain = near_domain(told["nodes"]) if domain is None else domain
+            self.domain = local_domain(told["nodes"]) if domain is None else domain
             self._map(fds)
             self._connection.setblocking(False)  # from now on only its closing is significant
         except (ValueError, KeyError, TypeError) as error:

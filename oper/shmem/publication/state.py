@@ -15,7 +15,7 @@ from oper.shmem.memory.segments import create_segment, map_segment, no_segment
 from oper.shmem.publication.buffers import Layout
 from oper.shmem.publication.reader import SEGMENT_NAME
 
-_FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_FREE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Buffer:

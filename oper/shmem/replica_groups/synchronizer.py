@@ -97,7 +97,7 @@ class Synchronizer:
 
     Args:
         tables: new `ShardedTables` of `groups.mine`, trained and in host memory. They get this
-            object as `replicas`; their `publish` then calls `agree`.
+            object as `replicas`; their `flush_replicas` then calls `agree`.
         groups: the replica groups.
 
     Raises:
@@ -124,21 +124,22 @@ class Synchronizer:
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
         self.is_late = False  # whether the group has skipped the update that should synchronize
-        self.last_update = -self._counterparts.number  # see `late`; at first in the usual order
+        self.last_update = -self._counterparts.number  # until the first one, see `late`
         # Whether ranks of this group have frozen different tables, so that another group has to
-        # tell how often tables were frozen.
+        # report how often tables were frozen.
         self._has_differed = False
         self._under_way: _UnderWay | None = None
+        # Whether `takes` is running, this group has refused its update, a synchronization failed.
         self._is_inside = self._has_refused = self._is_broken = False
         self._accumulates = False  # of the update that is under way, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
-        # Since rows were last sent again exactly: the number of updates of other synchronizations,
-        # and by directory the slots of rows that this rank has rounded for them and not replaced.
+        # Since the last exact synchronization: the number of updates that rounded ones included,
+        # and by directory the slots of rows whose rounding errors this rank keeps.
         self._rounded = 0
         self._inexact: list[np.ndarray] = []
         if groups.every > 1:
             tables.on_update.append(self._count)
-        tables.turns.is_alone, tables.meets_peers = False, True  # also for groups of one rank
+        tables.turns.is_alone, tables.notifies_peers = False, True  # also for groups of one rank
         tables.replicas = self
 
     def close(self) -> None:
@@ -161,8 +162,7 @@ class Synchronizer:
         return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self._tables)
 
     def share(self, slots: np.ndarray) -> np.ndarray:
-        """Return the part of `slots` that this rank saves, when all groups have the same rows:
-        counterparts divide them. Not collective."""
+        """Return this rank's part of `slots`, which counterparts divide to save. Not collective."""
         group, count = self.groups.counterparts.rank, self.groups.count
         return slots[slots.size * group // count:slots.size * (group + 1) // count]
 
@@ -353,7 +353,7 @@ class Synchronizer:
         for part in self._under_way.parts:
             self._average(part)
         current = [x for x in self.followers if x.is_current()]
-        tables.publish_some(self._under_way.slots)
+        tables.flush_some_replicas(self._under_way.slots)
         self._changed.accept()
         for x in current:
             x.add(self._under_way.slots)

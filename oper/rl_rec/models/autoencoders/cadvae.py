@@ -31,12 +31,12 @@ items that user u liked. c [n, K] are the shares of concepts in items; its rows 
                 (abduction, action, prediction; Pearl 2009), then decodes.
 
 Choices that keep A meaningful: with a given ``graph``, A is fitted to the labels first, edges below
-a threshold are removed, and only the remaining edges are trained (h(A) = 0 throughout). The map of
-labels has unit gain, so that it cannot rescale A'u while A shrinks. Labels are separate counts per
-concept, and an item counts for one concept only: a shared denominator, or items that count for
-several concepts, would correlate the labels of independent tastes. CausalVAE applies its non-linear
-layer once; here it defines the structural equations, so that interventions are exact in both
-layers.
+a threshold are removed, and only the remaining edges are trained (h(A) = 0 throughout). The prior
+mean of z_k is u_k itself, without a learned factor, which could grow while A shrinks. Labels are
+separate counts per concept, and an item counts for one concept only: a shared denominator, or items
+that count for several concepts, would correlate the labels of independent tastes. CausalVAE applies
+its non-linear layer once; here it defines the structural equations, so that interventions are exact
+in both layers.
 
 With K = 1, A = 0, ``similarity="dot"``, tau = 1 and no labels, the model is MultVAE without a
 hidden decoder layer.
@@ -55,6 +55,7 @@ from oper.ranges import Count, Positive, PositiveAmount, ShareBelowOne, one_of
 from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
     acyclicity,
+    descendants,
     topological_order,
 )
 from oper.rl_rec.models.autoencoders.item_tables import (
@@ -259,14 +260,11 @@ class CaDVAE(Recommender):
         a = self.adjacency
         if self.masks is None:
             return solve(a, eps)
-        z: dict[int, torch.Tensor] = {}
+        z = list(eps.unbind(1))
         for k in self.order:
-            causes = self.edges[:, k].nonzero()[:, 0].tolist()
-            z[k] = eps[:, k]
-            if causes:
-                inflow = torch.stack([a[j, k] * z[j] for j in causes]).sum(0)
-                z[k] = z[k] + self.masks[k](inflow)
-        return torch.stack([z[k] for k in range(len(a))], 1)
+            if self.edges[:, k].any():
+                z[k] = z[k] + self._effect(k, a, torch.stack(z, 1))
+        return torch.stack(z, 1)
 
     def intervene(self, z: torch.Tensor, concept: int, value: torch.Tensor) -> torch.Tensor:
         """Apply do(z_k = v); returns z, float32 [B, K, d].
@@ -284,11 +282,9 @@ class CaDVAE(Recommender):
         a = self.adjacency * support
         after = list(z.unbind(1))
         after[concept] = value.expand_as(after[concept])
-        touched = {concept}
+        changed = descendants(support)[concept]
         for k in topological_order(support):
-            causes = support[:, k].nonzero()[:, 0].tolist()
-            if k != concept and touched.intersection(causes):
-                touched.add(k)
+            if changed[k]:
                 own = z[:, k] - self._effect(k, a, z)
                 after[k] = self._effect(k, a, torch.stack(after, 1)) + own
         return torch.stack(after, 1)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import graphlib
 from collections.abc import Sequence
 
 import torch
@@ -21,36 +20,34 @@ def acyclicity(a: torch.Tensor) -> torch.Tensor:
     return torch.linalg.matrix_power(step, n).trace() - n
 
 
+def descendants(support: torch.Tensor) -> torch.Tensor:
+    """Return whether each concept is a direct or indirect effect of each other one: the transitive
+    closure of the edges `support`, bool [n, n] each, row = cause. On the diagonal, whether the
+    concept is on a cycle."""
+    found = support
+    for _ in range(len(support).bit_length()):  # each round doubles the length of the paths
+        found = found | (found.double() @ found.double() > 0)
+    return found
+
+
+def is_acyclic(support: torch.Tensor) -> bool:
+    """Whether the graph `support`, bool [n, n], has no directed cycle."""
+    return not bool(descendants(support).diagonal().any())
+
+
 def topological_order(support: torch.Tensor) -> list[int]:
     """Sort concepts such that causes precede effects; raises ValueError on a cycle.
 
     Args:
         support: bool [n, n], row = cause.
     """
-    causes = {k: column.nonzero()[:, 0].tolist() for k, column in enumerate(support.T)}
-    try:
-        return list(graphlib.TopologicalSorter(causes).static_order())
-    except graphlib.CycleError as error:
-        raise ValueError(f"the graph has a cycle among concepts {error.args[1]}") from None
-
-
-def is_acyclic(support: torch.Tensor) -> bool:
-    """Whether the graph `support`, bool [n, n], has no directed cycle."""
-    try:
-        topological_order(support)
-    except ValueError:
-        return False
-    return True
-
-
-def descendants(support: torch.Tensor, concept: int) -> set[int]:
-    """Return the direct and indirect effects of `concept`; `support` bool [n, n], row = cause."""
-    found: set[int] = set()
-    new = {concept}
-    while new:
-        new = {k for j in new for k in torch.nonzero(support[j])[:, 0].tolist()} - found
-        found |= new
-    return found
+    found = descendants(support)
+    if found.diagonal().any():
+        raise ValueError("the graph has a cycle among concepts "
+                         f"{found.diagonal().nonzero()[:, 0].tolist()}")
+    # An effect has all ancestors of its cause, and the cause.
+    order: list[int] = found.sum(0).argsort().tolist()
+    return order
 
 
 def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: float = 0.02,
@@ -60,8 +57,8 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
     Without `order`, NOTEARS (Zheng et al., NeurIPS 2018) is used: least squares with an L1 penalty
     under h(A) = 0, by an augmented Lagrangian. Edges below `threshold` are removed, then the
     weakest edges of remaining cycles; the other edges are fitted again without penalty. NOTEARS
-    finds the true directions if noise variances are equal and the labels are *not* standardised; on
-    standardised labels the directions are only one of several explanations.
+    finds the true directions if noise variances are equal and the labels are *not* standardised;
+    standardised labels do not determine the directions.
 
     Args:
         labels: float [N, n]; centred by this function.
@@ -96,12 +93,10 @@ def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
     the weakest edge on one is removed."""
     support = a.abs() >= threshold
     support.fill_diagonal_(False)
-    while not is_acyclic(support):
-        # An edge is on a cycle if its cause is a descendant of its effect.
-        on_cycle = [(float(a[j, k].abs()), j, k) for j, k in support.nonzero().tolist()
-                    if j in descendants(support, k)]
-        _, j, k = min(on_cycle)
-        support[j, k] = False
+    # An edge is on a cycle if its cause is a descendant of its effect.
+    while (on_cycle := support & descendants(support).T).any():
+        weakest = torch.where(on_cycle, a.abs(), torch.inf).argmin()
+        support.view(-1)[weakest] = False
     return support
 
 

@@ -96,9 +96,10 @@ def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
-    """Compute the weights ``|S_u|^(-1/2)`` of users' items, float32 [L], with inverted dropout.
+    """Compute the entries of users' multi-hot vectors of length 1, float32 [L].
 
-    They are the entries of the multi-hot vectors, normalised to length 1; 0 = dropped.
+    An item of a user with n items has the weight ``n^(-1/2)``, or 0 if it is dropped (inverted
+    dropout). `lengths`: number of items of each user, int64 [B], which sum to L.
     """
     weights = lengths.float().clamp(min=1).rsqrt().repeat_interleave(lengths)
     return nn.functional.dropout(weights, dropout, training)
@@ -107,9 +108,10 @@ def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.
 class Candidates:
     """The n items that one training step scores: all items or a sample.
 
-    With a sample, the partition function of user u is estimated as the exact sum over S_u plus the
-    sum over sampled items outside of S_u, each divided by its expected number of draws (importance
-    sampling, Bengio & Senecal 2008; the logQ correction). The estimate is unbiased.
+    With a sample, the normaliser of a user's softmax is estimated as the exact sum over the user's
+    own items plus the sum over the other sampled items, each divided by its expected number of
+    draws (importance sampling, Bengio & Senecal 2008; the logQ correction). The estimate is
+    unbiased.
 
     Args:
         num_items: rows of the table, row 0 included.
@@ -147,7 +149,8 @@ class Candidates:
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
                     lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Compute ``-sum_{i in S_u} log p(i | z_u)``, averaged over users; float32 [].
+    """Compute ``-sum_{i in S_u} log p(i | z_u)`` over the items S_u of user u, averaged over users;
+    float32 [].
 
     Args:
         own: score of each user's own items, float32 [L]; unused if all items are scored.

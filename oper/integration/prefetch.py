@@ -18,26 +18,29 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from oper.shmem.batch import Lookup, version_of
 from oper.shmem.tables import ShardedTables
 
-_MAX_COMING = 8  # announced batches retained for `take`; beyond this, the oldest is dropped
+_MOST_QUEUED = 8  # batches retained for `pop`; beyond this, the oldest is dropped
 
 
-class Ahead:
-    """Resolves batches of one collection ahead of their lookups.
+class PrefetchQueue:
+    """Resolves batches of one collection in advance of their lookups.
 
     Args:
         tables: the collection's tables.
+
+    Attributes:
+        queued: by id() of the batch's values: the batch, `_versions` of it, and the future of its
+            `Lookup`.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        # By id() of the values: the batch, `_versions` of it, the preprocessing.
-        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, tuple[int, int], Future[Lookup]]]
-        self.coming = OrderedDict()
-        self._lock = threading.Lock()  # several threads may announce and look up
+        self.queued: OrderedDict[int, tuple[KeyedJaggedTensor, tuple[int, int], Future[Lookup]]]
+        self.queued = OrderedDict()
+        self._lock = threading.Lock()  # several threads may prefetch and look up
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
-        return Ahead(copy.deepcopy(self._tables, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchQueue:
+        return PrefetchQueue(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Start preprocessing a batch; within `oper.micro_batches`, start its entire lookup."""
@@ -46,29 +49,29 @@ class Ahead:
             return parts.start(batch)
         with self._lock:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-prefetch")
         return self._thread.submit(self._tables.to_resolve(batch))
 
-    def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
-        """Start preprocessing a batch and retain it, so that `take` can return it."""
+    def enqueue(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
+        """Start preprocessing a batch and retain it, so that `pop` can return it."""
         versions = _versions(features)
         started = self.start(batch)
         with self._lock:
-            while len(self.coming) >= _MAX_COMING:
-                self.coming.popitem(last=False)
-            self.coming[id(features.values())] = (features, versions, started)
+            while len(self.queued) >= _MOST_QUEUED:
+                self.queued.popitem(last=False)
+            self.queued[id(features.values())] = (features, versions, started)
 
-    def take(self, features: KeyedJaggedTensor) -> Lookup | None:
-        """Wait for the preprocessed batch announced with the same tensor objects and return it.
+    def pop(self, features: KeyedJaggedTensor) -> Lookup | None:
+        """Wait for the preprocessed batch of the same tensor objects, remove it and return it.
 
         None if there is no such batch, or its lengths or inverse_indices have been modified since.
         """
         with self._lock:
-            known = self.coming.get(id(features.values()))
+            known = self.queued.get(id(features.values()))
             if (known is None or not are_same(known[0], features)
                     or known[1] != _versions(features)):
                 return None
-            del self.coming[id(features.values())]
+            del self.queued[id(features.values())]
         return known[2].result()
 
 
