@@ -5,8 +5,8 @@
 // or is pushed to one of the options, which are classes of owners. A table cut by columns into
 // `streams` pieces pays its id stream so many times. Owners of a piece type can have at most `mass`
 // of the lookups each, which determines the bytes of partial sums.
-#include "common/clones.h"
 #include "search/price.h"
+#include "search/price_loops.h"
 #include "search/sums.h"
 
 #include <algorithm>
@@ -21,62 +21,13 @@
 
 namespace {
 
+using namespace oper::search;
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
+constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
 constexpr int64_t kAlone = 30;       // up to so many tables x options, a second thread takes longer to start
-
-// to[b] = once[b] + times more[b]
-OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
-                       int64_t n) {
-  for (int64_t b = 0; b < n; ++b) to[b] = once[b] + times * more[b];
-}
-
-// least[b] = min(least[b], cost[b] + weight ids[b])
-OPER_CLONES void lower(double* __restrict least, const double* cost, const double* ids,
-                       double weight, int64_t n) {
-  for (int64_t b = 0; b < n; ++b) {
-    const double x = cost[b] + weight * ids[b];
-    least[b] = x < least[b] ? x : least[b];
-  }
-}
-
-// gain[b] = min(gain[b] - fixed[b], 1e30); returns the sum of min(gain[b], limit).
-OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n, double limit) {
-  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
-  double sums[kSums] = {};
-  for (int64_t b = 0; b < n; ++b) {
-    const double x = gain[b] - fixed[b];
-    gain[b] = x < 1e30 ? x : 1e30;
-  }
-  int64_t b = 0;
-  for (; b + kSums <= n; b += kSums)
-    for (int64_t i = 0; i < kSums; ++i) sums[i] += gain[b + i] < limit ? gain[b + i] : limit;
-  for (int64_t i = 0; b < n; ++b, ++i) sums[i] += gain[b] < limit ? gain[b] : limit;
-  double sum = 0;
-  for (const double x : sums) sum += x;
-  return sum;
-}
-
-// Over the blocks found in class `which` (0: in any): sums of cost - fixed, of ids and of least.
-OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
-                        const double* ids, const double* least, int64_t n, double* total, double* mass,
-                        double* sums) {
-  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
-  double totals[kSums] = {}, masses[kSums] = {}, leasts[kSums] = {};
-  const auto add = [&](int64_t b, int64_t i) {
-    const bool in = which > 0 ? found[b] == which : found[b] > 0;
-    totals[i] += in ? cost[b] - fixed[b] : 0.0;
-    masses[i] += in ? ids[b] : 0.0;
-    leasts[i] += in ? least[b] : 0.0;
-  };
-  int64_t b = 0;
-  for (; b + kSums <= n; b += kSums)
-    for (int64_t i = 0; i < kSums; ++i) add(b + i, i);
-  for (int64_t i = 0; b < n; ++b, ++i) add(b, i);
-  *total = *mass = *sums = 0;
-  for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
-}
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };  // OperPricing::mode
 enum Pushes : uint8_t { kFree, kStill, kPushes };                    // OperPricing::pushes
@@ -112,9 +63,10 @@ class Pricing {
     if (p_.columns[k] > 0 && num_types > 0 && std::isfinite(value)) {
       // Pieces must add up to the columns. A table that must push may also have pieces that do not. If
       // the path uses a kind whose cheapest set was not searched for, that is done now.
-      double whole = whole_widths();
-      for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths()) look_at(i);
-      if (whole < known && path_cost() < known) at = path_parts();
+      double whole = whole_widths(&Kind::least);
+      for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths(&Kind::least)) look_at(i);
+      // The sets found may cost more than their bounds, and other pieces then be cheaper.
+      if (whole < known && whole_widths(&Kind::cost) < known) at = path_parts();
       value = std::min(known, whole);
     } else if (best_ < known) {
       at = part(0, 1.0, best_kind_, 1.0);
@@ -181,7 +133,7 @@ class Pricing {
 
   // Bound all types of pieces in a mode (all rows pushed, or some).
   void types(int64_t num_types, Mode mode) {
-    chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
+    chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0), other_.assign(n_, 0.0);
     mode_ = mode;
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
@@ -209,7 +161,13 @@ class Pricing {
     const bool must = mode_ == kAllPushed;
     double least = begin_type(j) - offset_;
     if (least < room(j)) least = std::max(least, linear(j, must));
-    if (least < room(j)) least = std::max(least, prefixes(j, must));
+    if (least < room(j)) least = std::max(least, merged(j, must));
+    if (must && of_class_.size() == 2 && few_owners(j, of_class_[0]) && few_owners(j, of_class_[1])) {
+      if (least < room(j)) least = std::max(least, two_classes(j, of_class_[0], of_class_[1]));
+    } else if (of_class_.size() > 1) {
+      for (size_t i = 0; i < of_class_.size() && least < room(j); ++i)
+        least = std::max(least, one_class(j, must, of_class_[i]));
+    }
     return least + offset_;
   }
 
@@ -238,24 +196,93 @@ class Pricing {
   }
 
   // Bound with all classes of owners replaced by one, which has the largest capacity and the lowest
-  // price of any. The best set of pushed blocks is then a prefix of the blocks in the order of
-  // their cost of pushing per id, or has a mass at which all owners are full. The empty prefix
-  // stands for an arbitrarily small part of a block, which pays the fixed charge.
-  double prefixes(int64_t j, bool must) {
-    double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
+  // price of any.
+  double merged(int64_t j, bool must) {
+    double full = 0, price = kInfinity;
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));
     cheapest_classes(false);
-    int64_t end = n_;
-    walk(full, price, [&](int64_t count, double found) {
-      if (must && count < n_) return;
-      least = std::min(least, found);
-      if (count >= 0 && found < cheapest) cheapest = found, end = count;
-    });
-    std::fill(found_.begin(), found_.end(), 0);
-    for (int64_t i = 0; i < end; ++i) found_[order_[i]] = class_[order_[i]];
+    const double least = full_prefixes(full, price, must);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? class_[order_[i]] : 0;
     keep(j, 0);
     for (const int64_t m : of_class_)
       if (of_class_.size() > 1) keep(j, m + 1);
+    return least;
+  }
+
+  // Bound with exact partial sums of class `only`, and partial sums of other classes that are linear in
+  // the blocks.
+  double one_class(int64_t j, bool must, int64_t only) {
+    double rest = 0;
+    for (int64_t b = 0; b < n_; ++b) other_[b] = must ? kInfinity : fixed_[b], class_[b] = 0;
+    for (const int64_t m : of_class_) {
+      if (m == only) continue;
+      const double most = std::min(mass_all_, full_of(j, m));
+      const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;  // of a full owner, per id
+      const double* line = &least_sums_[m * n_];
+      const bool by_share = share * mass_all_ > std::accumulate(line, line + n_, 0.0);
+      for (int64_t b = 0; b < n_; ++b) {
+        const double cost = pushed_[m * n_ + b] + (by_share ? share * p_.ids[begin_ + b] : line[b]);
+        if (cost < other_[b]) other_[b] = cost, class_[b] = m + 1;
+      }
+    }
+    for (int64_t b = 0; b < n_; ++b) {
+      rest += other_[b] - fixed_[b];
+      gain_[b] = std::min(pushed_[only * n_ + b] - other_[b], 1e30);
+    }
+    const double least = full_prefixes(full_of(j, only), price_of(only), false);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? only + 1 : class_[order_[i]];
+    keep(j, 0);
+    return rest + least;
+  }
+
+  bool few_owners(int64_t j, int64_t m) const { return mass_all_ <= double(kFew) * full_of(j, m); }
+
+  // Bound with exact partial sums of two classes, among which all blocks are divided.
+  double two_classes(int64_t j, int64_t one, int64_t two) {
+    double rest = 0;
+    for (int64_t b = 0; b < n_; ++b) {
+      gain_[b] = pushed_[one * n_ + b] - pushed_[two * n_ + b];
+      rest += pushed_[two * n_ + b] - fixed_[b];
+    }
+    const auto sums = [&](double mass) {
+      const double left = mass_all_ - mass;
+      return (mass > 0 ? sums_cost(j, one, mass) : 0.0) + (left > 0 ? sums_cost(j, two, left) : 0.0);
+    };
+    const auto kinks = [&](double, double, auto visit) {
+      for (int64_t i = 1; i <= kFew; ++i)
+        visit(double(i) * full_of(j, one)), visit(mass_all_ - double(i) * full_of(j, two));
+    };
+    const double least = prefixes(sums, kinks, false);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = (i < end_ ? one : two) + 1;
+    keep(j, 0);
+    return rest + least;
+  }
+
+  // `prefixes` of blocks in one class of owners who hold at most `full` ids each.
+  double full_prefixes(double full, double price, bool all) {
+    const auto sums = [&](double mass) { return mass > 0 ? price * sums_of(full, mass) : 0.0; };
+    const auto kinks = [&](double low, double high, auto visit) {
+      // Between these masses the cost is concave: the first and the last multiple inside the block.
+      const double last = full_before(full, high);
+      visit(std::min(last, full * (std::floor(low / full) + 1)));
+      visit(last);
+    };
+    return prefixes(sums, kinks, all);
+  }
+
+  // Least cost of a set of blocks with partial sums `sums(mass)`, which is concave between the masses
+  // that `kinks` visits. The best set is a prefix of the blocks in the order of their cost of pushing per
+  // id, or has one of these masses. The empty prefix stands for an arbitrarily small part of a block,
+  // which pays the fixed charge. Sets `end_` to the length of the cheapest prefix (n if `all`).
+  template <class Sums, class Kinks>
+  double prefixes(Sums sums, Kinks kinks, bool all) {
+    double cheapest = kInfinity, least = kInfinity;
+    end_ = n_;
+    walk(sums, kinks, [&](int64_t count, double found) {
+      if (all && count < n_) return;
+      least = std::min(least, found);
+      if (count >= 0 && found < cheapest) cheapest = found, end_ = count;
+    });
     return least;
   }
 
@@ -355,9 +382,9 @@ class Pricing {
   }
 
   // Order the blocks by gain per id and call `look(count, cost)` for each prefix, and with count -1 for
-  // masses inside a block at which all owners are full.
-  template <class Look>
-  void walk(double full, double price, Look look) {
+  // the masses inside a block that `kinks` visits.
+  template <class Sums, class Kinks, class Look>
+  void walk(Sums sums, Kinks kinks, Look look) {
     const double* ids = p_.ids + begin_;
     for (int64_t b = 0; b < n_; ++b) {
       order_[b] = int(b);
@@ -367,15 +394,13 @@ class Pricing {
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
     double mass = 0, total = 0;
     for (int64_t count = 0; count <= n_; ++count) {
-      look(count, total + (mass > 0 ? price * sums_of(full, mass) : 0.0));
+      look(count, total + sums(mass));
       if (count == n_) break;
       const int b = order_[count];
-      // Between these masses the cost is concave: the first and the last multiple inside the block.
-      const double last = full_before(full, mass + ids[b]);
-      for (const double at : {std::min(last, full * (std::floor(mass / full) + 1)), last}) {
+      kinks(mass, mass + ids[b], [&](double at) {
         if (at > mass && at < mass + ids[b])
-          look(-1, total + gain_[b] * (at - mass) / ids[b] + price * sums_of(full, at));
-      }
+          look(-1, total + gain_[b] * (at - mass) / ids[b] + sums(at));
+      });
       mass += ids[b], total += gain_[b];
     }
   }
@@ -384,7 +409,7 @@ class Pricing {
   // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower ones, with
   // an id stream of their own. Shortest path over columns, in two lanes: nothing pushed so far, or
   // something.
-  double whole_widths() {
+  double whole_widths(double Kind::* cost_of) {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     by_width_.assign(count + 1, {kInfinity, 0});  // cost and kind of the cheapest piece of each width
     for (int64_t m = 0; m < p_.num_options; ++m)
@@ -396,7 +421,7 @@ class Pricing {
                       high = std::llround(double(columns) / p_.streams[at]) / step;
         for (int64_t w = low; w <= high; ++w)
           for (int64_t i = 2 * j; i < 2 * j + 2; ++i)
-            by_width_[w] = std::min(by_width_[w], std::pair(kinds_[i].least, i));
+            by_width_[w] = std::min(by_width_[w], std::pair(kinds_[i].*cost_of, i));
       }
     steps_.assign(kLanes * (count + 1), Step{});
     steps_[0].cost = 0;
@@ -440,17 +465,6 @@ class Pricing {
     return kind;
   }
 
-  // Cost of the sets on the path, which may exceed the path's lower bound.
-  double path_cost() const {
-    const double columns = double(p_.columns[k_] / p_.step);
-    double cost = 0;
-    along_path([&](const Step& x) {
-      const double whole = x.kind < 0 ? still_cost(columns / double(x.width)) : kinds_[x.kind].cost;
-      cost += double(x.width) / columns * whole;
-    });
-    return cost;
-  }
-
   // Write the parts of the path; returns their number.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
@@ -489,6 +503,7 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   int64_t begin_ = 0, n_ = 0;  // blocks of table k_
+  int64_t end_ = 0;            // length of the cheapest prefix found
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
   int64_t best_kind_ = -1;  // -1: nothing is pushed
@@ -497,7 +512,7 @@ class Pricing {
   Mode mode_ = kAllPushed;
   static constexpr int64_t kIsPushed = 1, kLanes = 2;
   int64_t lane_ = 0;
-  std::vector<double> gain_, slope_, fixed_, pushed_, least_sums_;
+  std::vector<double> gain_, slope_, fixed_, other_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
   std::vector<std::pair<double, int64_t>> by_width_;
   std::vector<Step> steps_;

@@ -15,8 +15,9 @@ The best set of pushed blocks with owners of one class is a prefix of the blocks
 stops inside a block where an owner is full, because a concave function has its minimum at an end
 point. Owners of several classes are treated as one class with the largest capacity and the lowest
 price. Further bounds, linear in the rows, follow from the limits on an owner's load, so that each
-block can choose independently. The largest bound is used. A shortest path then combines pieces to
-the table's columns.
+block can choose independently. With several classes, bounds in which one class (or both of two) has
+its own capacity and price, and the others are linear, are computed as well. The largest bound is
+used. A shortest path then combines pieces to the table's columns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from oper.search.problem.statement import IDS
 STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
+_FEW_OWNERS = 9  # of each of two classes, up to which partial sums of both are exact; the search: 8
 _ROUNDING = 1e-9
 #: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
@@ -351,9 +353,62 @@ class TableCosts:
         for sums in (price[:, None] * x for x in lines):
             every = np.maximum(every, (whole + sums).min(axis=2).sum(axis=1))
             some = np.maximum(some, np.minimum((go + sums).min(axis=2) - stay, 0.0).sum(axis=1))
+        if usable.shape[1] > 1:
+            for to, cost, base in ((every, whole, np.full(stay.shape, np.inf)), (some, go, stay)):
+                self._raise_by_class(to, of, cost, base, price, mass, lines)
         some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
                  + self.bags[of] * asked.bag + stay.sum(axis=1))
         return np.minimum(every, np.where(free, some, np.inf))
+
+    def _raise_by_class(self, least: np.ndarray, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
+                        price: np.ndarray, mass: np.ndarray, lines: list[np.ndarray]) -> None:
+        """Raise lower bounds `least` (float64 [n], without the cost `stay` of all blocks, where it
+        is finite) to those with exact partial sums of one class and linear ones of the others.
+
+        `price` (float64 [n, C]) is the price of a byte; other arguments as for `_pushed`.
+        """
+        share = self.blocks[of, :, IDS] / self.total[of, None]
+        totals = [x.sum(axis=1) for x in lines]  # [n, C]
+        fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
+        if mass.shape[1] == 2 and np.isinf(stay).all():
+            few = (mass > 0) & (mass * _FEW_OWNERS >= share.sum(axis=1, keepdims=True))
+            n = np.flatnonzero(few.all(axis=1))
+            least[n] = np.maximum(least[n], self._two_classes(of[n], go[n], share[n], price[n],
+                                                              mass[n]))
+        for c in range(mass.shape[1]):
+            others = np.arange(mass.shape[1]) != c
+            several = (mass[:, c] > 0) & (mass[:, others] > 0).any(axis=1)
+            for sums, total in zip(lines, totals, strict=True):
+                # Of lines, those with about the largest total bound best.
+                near = several & (total >= 0.99 * totals[0])[:, others].all(axis=1)
+                if sums is not lines[0]:
+                    near &= (sums != lines[0])[..., others].any(axis=(1, 2))
+                n = np.flatnonzero(near)
+                rest = (go[n] + price[n, None] * sums[n])[..., others].min(axis=2)
+                rest = np.minimum(rest, stay[n])
+                found = rest.sum(axis=1) - fixed[n] + self._prefixes(
+                    of[n], go[n, :, c] - rest, share[n], price[n, c, None], mass[n, c, None])
+                least[n] = np.maximum(least[n], found)
+
+    def _two_classes(self, of: np.ndarray, go: np.ndarray, share: np.ndarray, price: np.ndarray,
+                     mass: np.ndarray) -> np.ndarray:
+        """Least cost of pieces whose blocks are all divided among two classes of few owners, with
+        exact partial sums of both; float64 [n]. Arguments as for `_raise_by_class`."""
+        gain = go[..., 0] - go[..., 1]
+        n, order = np.arange(len(of))[:, None], np.argsort(
+            gain / np.maximum(share, 1e-300), axis=1, kind="stable")
+        gain, share = gain[n, order], share[n, order]
+        total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
+        # Prefixes of the blocks, and masses in a block at which owners of either class are full.
+        whole, count = end[:, -1:], np.arange(1, _FEW_OWNERS + 1)
+        full = np.clip(np.concatenate([count * mass[:, :1], whole - count * mass[:, 1:]], axis=1),
+                       0.0, whole)
+        b = np.clip((end[:, None] <= full[..., None]).sum(axis=2) - 1, 0, share.shape[1] - 1)
+        inside = total[n, b] + (full - end[n, b]) / np.maximum(share[n, b], 1e-300) * gain[n, b]
+        cost, at = np.concatenate([total, inside], axis=1), np.concatenate([end, full], axis=1)
+        for c, held in enumerate((at, whole - at)):
+            cost = cost + price[:, c, None] * self._owners(of, held, mass[:, c, None])
+        return np.asarray(cost.min(axis=1) + go[..., 1].sum(axis=1))
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:

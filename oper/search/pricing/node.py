@@ -142,8 +142,9 @@ class Node:
         blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
         (a tangent of a concave function separates over blocks, and its minimum over fractional sets
         lies at a vertex), or has a mass at which all owners are full; all of these are tried.
-        Several classes are bounded by one with the largest capacity and the lowest price. Bounds on
-        partial sums that are linear in the blocks (`Fit.least_sums`) are also used.
+        Several classes are bounded by one with the largest capacity and the lowest price, and with
+        exact partial sums of one or two classes and linear ones of the others. Bounds on partial
+        sums that are linear in the blocks (`Fit.least_sums`) are also used.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
