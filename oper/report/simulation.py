@@ -98,8 +98,8 @@ class Simulation:
     Attributes:
         num_bytes: int64 [13, W, W], bytes read in all steps by kind (`oper.rows.traffic.KINDS`),
             reader and peer.
-        sent_bytes: int64 [13, W, W], bytes sent in all steps between ranks of different memory
-            domains, by kind (`oper.rows.traffic.SENT`), sender and receiver.
+        sent_bytes: int64 [13, W, W], bytes sent in all steps between ranks of different hosts,
+            by kind (`oper.rows.traffic.SENT`), sender and receiver.
         loads: the modelled loads, one per step.
         has_push: whether any tier is pushed.
     """
@@ -119,14 +119,13 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         problem: machine, costs and statistics.
         batches: yields for each step the batches of all ranks.
         steps: maximum number of steps.
-        wire: counts bytes between memory domains, and defines the tables whose gradients are
+        wire: counts bytes between hosts, and defines the tables whose gradients are
             clipped. None = count without clipping.
 
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
     wire = wire or _wire(plan, problem, ())
-    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
@@ -149,8 +148,9 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
 
 
 def _wire(plan: Plan, problem: Problem, clipped: Sequence[str]) -> WireReplay:
+    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     return WireReplay(
-        plan, problem.topology.domain_of(), problem.training, clipped=clipped,
+        plan, problem.machine.host.tolist(), problem.training, clipped=clipped,
         dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
 
 
@@ -287,8 +287,7 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
         "bytes_read": {name: {c: int(found.num_bytes[k][link == n].sum())
                               for n, c in enumerate(LINKS)}
                        for k, name in enumerate(KINDS) if found.num_bytes[k].any()},
-        "bytes_sent": {name: {c: int(found.sent_bytes[k][link == n].sum())
-                              for n, c in enumerate(LINKS) if n > 1}
+        "bytes_sent": {name: {LINKS[-1]: int(found.sent_bytes[k].sum())}
                        for k, name in enumerate(SENT) if found.sent_bytes[k].any()},
         "bytes_read_total": int(found.num_bytes.sum()),
         "bytes_by_pair": found.num_bytes.sum(axis=0).tolist()}
@@ -320,8 +319,8 @@ def as_text(value: dict[str, Any]) -> str:
                                         for b in by.values())
               for name, by in value["bytes_read"].items()]
     if value["bytes_sent"]:
-        lines += ["", "bytes that memory domains send each other per step (a row once per reader)",
-                  f"{'':20s} " + " ".join(f"{c:>14s}" for c in LINKS[2:])]
+        lines += ["", "bytes that hosts send each other per step (a row once per reader)",
+                  f"{'':20s} {LINKS[-1]:>14s}"]
         lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
                                             for b in by.values())
                   for name, by in value["bytes_sent"].items()]

@@ -92,8 +92,10 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     value = simulated(capsys, *words, "--seed", 5)
     assert value["world_size"] == 16 and value["bytes_read"]["rows"]["cross host"] > 0
     assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.15)
-    # Distinct rows are sent between servers, with half the bits if requested.
+    # Distinct rows are sent between servers, with half the bits if requested. The GPUs of a server
+    # read each other's memory.
     sent = value["bytes_sent"]
+    assert all([*by] == ["cross host"] for by in sent.values())
     assert 0 < sent["rows"]["cross host"] < value["bytes_read"]["rows"]["cross host"]
     half = simulated(capsys, *words, "--seed", 5, "--message-bits", "16,32", "--clipped", "*")
     half = half["bytes_sent"]
