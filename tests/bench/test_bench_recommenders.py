@@ -47,7 +47,7 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
     assert less["mean"] == pytest.approx(
         entries[1]["metrics"]["ndcg@10"]["mean"] - entries[0]["metrics"]["ndcg@10"]["mean"],
         abs=2e-6)
-    assert "movietweetings/last-two/macridvae less multvae: ndcg@10" in printed
+    assert "movietweetings/last-two/macridvae minus multvae: ndcg@10" in printed
     kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]")
     told, retold = ([line for line in text.splitlines() if "NOISY" not in line]
                     for text in (printed, again))
@@ -81,7 +81,7 @@ def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
 
 def test_runs_of_other_sources_are_not_taken() -> None:
     """The digest covers all modules on which a model's result depends, and no other model's."""
-    every = {"evaluate", "harness", "jagged", "metrics", "registry", "batches", "base"}
+    every = {"evaluate", "harness", "metrics", "registry", "batches", "base"}
     for model, own in {
             "popularity": {"popularity"}, "sasrec": {"sasrec", "next_item", "transformer"},
             "sasrec-gbce": {"sasrec", "next_item", "transformer"},

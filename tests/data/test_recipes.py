@@ -141,7 +141,7 @@ def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
                          ids=["nothing", "nothing, compressed", "byte order mark"])
 @pytest.mark.parametrize("name", ["criteo-kaggle", "avazu", "citeulike"])
 def test_files_without_any_text(tmp_path: Path, name: str, data: bytes) -> None:
-    with pytest.raises(InvalidInputError, match="the files are empty"):
+    with pytest.raises(InvalidInputError, match="check for empty files"):
         read(tmp_path, name, {"log": data})
 
 

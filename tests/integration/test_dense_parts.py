@@ -61,7 +61,7 @@ def test_the_operator_passes_opcheck() -> None:
 
 
 def test_interaction_refuses_rows_of_another_width() -> None:
-    with pytest.raises(RuntimeError, match="dot_interaction: contiguous dense"):
+    with pytest.raises(RuntimeError, match="dot_interaction: expected contiguous dense"):
         DotInteraction(3)(torch.randn(2, 8), torch.randn(2, 3, 9))
 
 
