@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
@@ -256,6 +259,21 @@ def test_training_continues_while_a_delta_is_written(tmp_path: Path, monkeypatch
         saver.flush()
         assert saver.load().step == 1
         assert_bitwise(dict(model.state_dict()), want, "as it was")
+
+
+def test_deltas_are_loaded_into_tables_that_are_not_trained(tmp_path: Path) -> None:
+    def bags(**options: Any) -> nn.Module:
+        return oper.shard(EmbeddingBagCollection([EmbeddingBagConfig(
+            name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])]), **options)
+
+    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    model, reader = bags(optimizer=oper.SGD(lr=0.1)), bags(objective="inference")
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        model(batch).values().sum().backward()
+        saver.save(1, {"step": 1})
+    assert oper.load_checkpoint(tmp_path / "c", reader) == {"step": 1}
+    assert torch.equal(reader(batch).values(), model(batch).values())
 
 
 def test_models_without_such_tables_are_refused(tmp_path: Path) -> None:

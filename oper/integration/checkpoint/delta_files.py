@@ -39,6 +39,9 @@ _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
 _NO_CLOCK = (1 << 32) - 1  # of an empty record
 KEY_BYTES = 20  # of a record in a file
+# In the state of a model, by path of a collection that is trained: the numbers that random rounding
+# continues from.
+UPDATES = "updates"
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
@@ -245,6 +248,8 @@ def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
     try:
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
         for path, value in zip(found["paths"], found["values"], strict=True):
+            if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
+                continue  # of a collection that is not trained here
             at: Any = state
             for key in path[:-1]:
                 at = at[key]

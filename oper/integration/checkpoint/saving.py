@@ -26,6 +26,7 @@ from oper.errors import (
     fail,
 )
 from oper.integration.checkpoint.delta_files import (
+    UPDATES,
     Delta,
     check,
     check_readable,
@@ -52,7 +53,6 @@ from oper.support.files import disk_full_error
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
-_UPDATES = "updates"  # by path of a collection: the numbers that random rounding continues from
 _T = TypeVar("_T")
 
 
@@ -234,8 +234,8 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
     for name, module in _bare_modules(inner).items():
         module.load_optimizer_state_dict(state["tables"][name])
     for name, tables in _trained(inner).items():  # last, since optimizer states have steps, too
-        if state[_UPDATES][name] is not None:
-            tables.set_updates(state[_UPDATES][name])
+        if state[UPDATES][name] is not None:
+            tables.set_updates(state[UPDATES][name])
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
     state |= {"tables": bare} if bare else {}
     updates = {name: tables.updates() for name, tables in _trained(inner).items()}
-    return state | ({_UPDATES: updates} if updates else {})
+    return state | ({UPDATES: updates} if updates else {})
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -407,13 +407,13 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> Non
         extra = _stored_extra(metadata)
         if extra:
             state["extra"] = extra
-        # Other programs do not save `_UPDATES`, but deltas may add them; None: not changed.
-        found, all_updates = dict(state), state.get(_UPDATES, {})
+        # Other programs do not save `UPDATES`, but deltas may add them; None: not changed.
+        found, all_updates = dict(state), state.get(UPDATES, {})
         updates = {path: value for path, value in all_updates.items()
-                   if f"{_UPDATES}.{path}" in metadata.state_dict_metadata}
+                   if f"{UPDATES}.{path}" in metadata.state_dict_metadata}
         all_updates |= dict.fromkeys(all_updates.keys() - updates.keys())
-        found.pop(_UPDATES, None)
-        planner.set_up_planner(found | ({_UPDATES: updates} if updates else {}), metadata,
+        found.pop(UPDATES, None)
+        planner.set_up_planner(found | ({UPDATES: updates} if updates else {}), metadata,
                                ranks.first)
         reader.set_up_storage_reader(metadata, ranks.first)
         return reader.prepare_local_plan(planner.create_local_plan())
