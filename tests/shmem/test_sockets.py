@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -14,6 +15,7 @@ import torch
 from numpy.random import default_rng
 
 from oper.errors import OperError
+from oper.shmem.group import connections
 from oper.shmem.group.connections import connect, receive
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.library import register
@@ -190,3 +192,30 @@ def test_a_rank_that_cannot_connect_to_all_closes_its_connections() -> None:
         peer, _ = server.accept()
         with peer:
             assert receive(peer, 100)[:32] == b"t" * 32  # the greeting, then the end
+
+
+class _Waiting:
+    """Rank 0 of a group, to which rank 1 and another process connect and rank 2 does not."""
+
+    rank, world_size, is_local = 0, 3, False
+
+    def __init__(self) -> None:
+        self.connected: list[socket.socket] = []
+
+    def all_gather(self, value: Any) -> list[Any]:
+        for hello in (connections._HELLO.pack(value[2], 1), b"GET"):
+            self.connected.append(socket.create_connection(("127.0.0.1", value[1]), 10))
+            self.connected[-1].sendall(hello)
+        return [value] * 3
+
+
+def test_a_rank_to_which_not_all_connect_closes_its_connections(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_CONNECT_S", 0.3)
+    group = _Waiting()
+    with pytest.raises(OperError, match="cannot connect to the other ranks") as error:
+        connect(group)
+    for peer in group.connected:
+        with peer, contextlib.suppress(ConnectionResetError):  # if bytes were not read
+            assert receive(peer, 1) == b""
+    assert error.value.__cause__ is not None  # whose frames keep sockets alive

@@ -38,7 +38,7 @@ def connect(group: Group) -> dict[int, socket.socket]:
                 peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
                 peers[rank] = peer
                 peer.sendall(_HELLO.pack(token, group.rank))
-            peers |= _accepted(server, token, group)
+            _accept(peers, server, token, group)
         except OSError as error:
             for peer in peers.values():
                 peer.close()
@@ -55,38 +55,40 @@ def connect(group: Group) -> dict[int, socket.socket]:
     return peers
 
 
-def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, socket.socket]:
-    """Accept connections from the ranks above this one; raises TimeoutError."""
+def _accept(peers: dict[int, socket.socket], server: socket.socket, token: bytes, group: Group
+            ) -> None:
+    """Add the connections of the higher ranks to `peers`, which has those of the lower ones."""
     deadline = time.monotonic() + _CONNECT_S
-    peers: dict[int, socket.socket] = {}
     server.setblocking(False)
     with selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
-        while len(peers) < group.world_size - 1 - group.rank:
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"waited {_CONNECT_S:g} s")
-            for key, _ in ready.select(deadline - time.monotonic()):
-                peer = key.fileobj
-                assert isinstance(peer, socket.socket)
-                if peer is server:
-                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # has left
-                        peer, _ = server.accept()
-                        peer.setblocking(False)
-                        # Readable only when the complete handshake has arrived, or on disconnect.
-                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO.size)
-                        ready.register(peer, selectors.EVENT_READ)
-                    continue
-                ready.unregister(peer)
-                rank = rank_of(peer, token, group)
-                if rank is None or rank in peers:
-                    peer.close()
-                else:
-                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-                    peers[rank] = peer
-        for key in list(ready.get_map().values()):  # connections that sent no handshake
-            if key.fileobj is not server:
-                key.fileobj.close()  # type: ignore[union-attr]
-    return peers
+        try:
+            while len(peers) < group.world_size - 1:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"waited {_CONNECT_S:g} s")
+                for key, _ in ready.select(deadline - time.monotonic()):
+                    peer = key.fileobj
+                    assert isinstance(peer, socket.socket)
+                    if peer is server:
+                        # It may have left.
+                        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                            peer, _ = server.accept()
+                            peer.setblocking(False)
+                            # Readable once the complete handshake has arrived, or on disconnect.
+                            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO.size)
+                            ready.register(peer, selectors.EVENT_READ)
+                        continue
+                    ready.unregister(peer)
+                    rank = rank_of(peer, token, group)
+                    if rank is None or rank in peers:
+                        peer.close()
+                    else:
+                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                        peers[rank] = peer
+        finally:
+            for key in list(ready.get_map().values()):  # connections that sent no handshake
+                if key.fileobj is not server:
+                    key.fileobj.close()  # type: ignore[union-attr]
 
 
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
