@@ -33,7 +33,7 @@ from oper.search.problem.statement import IDS
 STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
-_FEW_OWNERS = 9  # of each of two classes, up to which partial sums of both are exact; the search: 8
+_FEW_OWNERS = 9  # of each of two classes, up to which both have exact partial sums; the search: 8
 _ROUNDING = 1e-9
 #: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
@@ -290,15 +290,17 @@ class TableCosts:
         r M + sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave
         in r, and chords between a few values of r lie below it: mixing rows on one owner does not
         reduce the bound. Every limit gives such a bound. Which one is tightest depends on the
-        prices of the blocks' other costs and on the class, so all are returned, preceded by the one
-        with the largest total over all blocks, chosen for each class; float64 [n, B, C] each.
+        prices of the blocks' other costs and on the class, so several are returned, float64 [n, B,
+        C] each. Chosen for each class by the total over all blocks: the largest of all; the
+        proportional share; the largest of those by limits (0 without). Then those by each limit.
         """
         share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
         most = np.minimum(share.sum(axis=1, keepdims=True), mass)
         out = share[..., None] * (self._sums(self.of[at], most)
                                   / np.maximum(most, _LEAST_SHARE))[:, None]
         number = int(np.isfinite(leaf.most).sum() + np.isfinite(leaf.step_us))
-        lines = [out.copy() for _ in range(1 + number)]
+        lines = [out.copy() for _ in range(3 + number)]
+        lines[2][:] = 0.0
         for n, c in np.argwhere((mass > 0) & (mass < 1)):  # an owner of a whole piece has no limit
             k = self.of[at[n]]
             unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[k, c]
@@ -311,14 +313,15 @@ class TableCosts:
                 top = np.arange(len(whole)), (whole + partial * self.sums[k, -1]).argmax(axis=1)
                 limits.append((ask[top].sum(axis=0), partial[top].sum(),
                                leaf.step_us - floor[c][top].sum()))
-            for line, (ask_, partial_, limit) in zip(lines[1:], limits, strict=True):
+            for line, (ask_, partial_, limit) in zip(lines[3:], limits, strict=True):
                 r = ((limit - partial_ * self.sums[k]) / self.grid)[::-1]
                 sent = (self.sums[k] / self.grid)[::-1]
                 first = int(np.count_nonzero(r <= 0))
                 # Below the least r, an owner could hold all lookups, and sends what it then sends.
                 r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
                 sums = share[n] * np.interp(ask_, r, sent)
-                for x in (lines[0], line):
+                line[n, :, c] = sums
+                for x in lines[0], lines[2]:
                     if sums.sum() > x[n, :, c].sum():
                         x[n, :, c] = sums
         return lines
@@ -370,19 +373,22 @@ class TableCosts:
         share = self.blocks[of, :, IDS] / self.total[of, None]
         totals = [x.sum(axis=1) for x in lines]  # [n, C]
         fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
-        if mass.shape[1] == 2 and np.isinf(stay).all():
-            few = (mass > 0) & (mass * _FEW_OWNERS >= share.sum(axis=1, keepdims=True))
-            n = np.flatnonzero(few.all(axis=1))
-            least[n] = np.maximum(least[n], self._two_classes(of[n], go[n], share[n], price[n],
-                                                              mass[n]))
+        if np.isinf(stay).all():
+            n = np.flatnonzero((mass > 0).sum(axis=1) == 2)  # pieces that two classes may own
+            two = np.argsort(mass[n] <= 0, axis=1, kind="stable")[:, :2]
+            pair = [np.take_along_axis(x[n], two, axis=1) for x in (price, mass)]
+            least[n] = np.maximum(least[n], self._two_classes(
+                of[n], np.take_along_axis(go[n], two[:, None], axis=2), share[n], *pair))
         for c in range(mass.shape[1]):
             others = np.arange(mass.shape[1]) != c
             several = (mass[:, c] > 0) & (mass[:, others] > 0).any(axis=1)
             for sums, total in zip(lines, totals, strict=True):
-                # Of lines, those with about the largest total bound best.
-                near = several & (total >= 0.99 * totals[0])[:, others].all(axis=1)
+                # Of lines, those with about the largest total bound best. The search compares
+                # totals of weaker lines, and may choose the proportional share (lines[1]).
+                near = several if sums is lines[1] else several & (
+                    total >= 0.99 * totals[0])[:, others].all(axis=1)
                 if sums is not lines[0]:
-                    near &= (sums != lines[0])[..., others].any(axis=(1, 2))
+                    near = near & (sums != lines[0])[..., others].any(axis=(1, 2))
                 n = np.flatnonzero(near)
                 rest = (go[n] + price[n, None] * sums[n])[..., others].min(axis=2)
                 rest = np.minimum(rest, stay[n])
@@ -392,8 +398,13 @@ class TableCosts:
 
     def _two_classes(self, of: np.ndarray, go: np.ndarray, share: np.ndarray, price: np.ndarray,
                      mass: np.ndarray) -> np.ndarray:
-        """Least cost of pieces whose blocks are all divided among two classes of few owners, with
-        exact partial sums of both; float64 [n]. Arguments as for `_raise_by_class`."""
+        """Lower bound of the cost of pieces whose blocks are all divided among two classes, with
+        partial sums of both that are exact if few owners suffice; float64 [n]. Arguments as for
+        `_raise_by_class`."""
+        # With more capacity, owners send no more, so that this is a bound for any capacity. The
+        # search takes the capacity of the narrowest of several widths, and may thus need few owners
+        # for a width that needs more here.
+        mass = np.maximum(mass, share.sum(axis=1, keepdims=True) / _FEW_OWNERS)
         gain = go[..., 0] - go[..., 1]
         n, order = np.arange(len(of))[:, None], np.argsort(
             gain / np.maximum(share, 1e-300), axis=1, kind="stable")
