@@ -394,6 +394,14 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
     return tables
 
 
+def read_all(tables: ShardedTables) -> dict[str, torch.Tensor]:
+    """Read the rows of all tables while no rank trains. Collective."""
+    tables.barrier()
+    found = {name: tables.read(name) for name in tables.specs}
+    tables.barrier()
+    return found
+
+
 def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
     """Open the tables on one rank."""
     return open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizer)

@@ -18,7 +18,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.runtime_support import read_all, run_ranks
 from tests.support import pushed
 
 TABLES = [TableSpec(name, 30, 4, (name,), "sum", "float32", "sgd") for name in ("first", "second")]
@@ -88,10 +88,7 @@ def _train(tables: ShardedTables) -> None:
 
 
 def _rows(tables: ShardedTables) -> torch.Tensor:
-    tables.barrier()  # the other rank may be ahead
-    found = torch.cat([tables.read(name) for name in tables.specs])
-    tables.barrier()
-    return found
+    return torch.cat([*read_all(tables).values()])
 
 
 @pytest.mark.parametrize(("change", "wanted"), [

@@ -14,7 +14,14 @@ from oper.shmem.replica_groups import synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.replica_groups_support import PLANS, run_groups, simulated, trained
-from tests.runtime_support import ALL_OPTIMIZERS, Case, dlrm_case, initial_weights, make_steps
+from tests.runtime_support import (
+    ALL_OPTIMIZERS,
+    Case,
+    dlrm_case,
+    initial_weights,
+    make_steps,
+    read_all,
+)
 
 ROWS, DIM, LR = 40, 16, 0.1
 CASE = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="sgd")], (2,))
@@ -66,9 +73,7 @@ def test_rounding_errors_are_fed_back(delay: int) -> None:
     def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, ...]:
         for step in range(6):
             train(tables, step, rank)
-        tables.barrier()
-        before = tables.read("t")
-        tables.barrier()
+        before = read_all(tables)["t"]
         with pytest.raises(OperError, match="updates since the last"):
             tables.write("t", before)
         tables.replicas.synchronize()
@@ -136,10 +141,7 @@ def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         for _ in range(steps):
             train(tables, 0, rank)
-        tables.barrier()
-        rows = tables.read("t")
-        tables.barrier()
-        return rows
+        return read_all(tables)["t"]
 
     start = initial_weights(CASE)["t"]
     ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 1, body,
