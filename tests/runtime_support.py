@@ -133,9 +133,10 @@ def make_batch(case: Case, seed: int, size: int) -> Batch:
                  weights if case.weighted else None, target)
 
 
-def bags_of_one(ids: torch.Tensor) -> Lookup:
-    """Make one bag for each id, of one feature."""
-    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+def bags_of_one(ids: torch.Tensor, num_features: int = 1) -> Lookup:
+    """Make one bag for each id, equally many of each feature."""
+    return Lookup(ids, torch.ones_like(ids), torch.arange(num_features),
+                  ids.numel() // num_features)
 
 
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:

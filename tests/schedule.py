@@ -13,8 +13,9 @@ import pytest
 
 # Tests that measure time or use the whole machine; no other test runs at the same time.
 ALONE = (
-    "tests/bench/test_bench_cluster.py",  # emulates links and processors of a given speed
-    "tests/shmem/test_multi_host.py",  # a machine can emulate one cluster at a time
+    # Emulates links and processors of a given speed. Nor can a machine emulate the cluster of
+    # tests/shmem/test_multi_host.py, whose links have any speed, at the same time.
+    "tests/bench/test_bench_cluster.py",
     # A thread of low priority prepares deltas: 13 s per test alone, 110 s beside other tests.
     "tests/faults/test_served_deltas.py",
 )

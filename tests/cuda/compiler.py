@@ -102,7 +102,7 @@ def find_nvcc() -> str:
 def checked_library() -> Path:
     """The CUDA library with compiled host code and kernels that are only checked, which takes
     seconds to build instead of minutes."""
-    checked = [f"-arch=compute_{ARCHS[-1]}", "-fdevice-syntax-only", "-O0"]
+    checked = [f"-arch=compute_{ARCHS[-1]}", "-fdevice-syntax-only", "-O1"]
     return _library("liboper_cuda.so", [find_nvcc(), *_NVCC_FLAGS, *checked], [], ["-lcudart"])
 
 

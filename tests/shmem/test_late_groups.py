@@ -12,13 +12,12 @@ import torch
 
 from oper.errors import InvalidInputError, OperError
 from oper.plan import uniform_plan
-from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.replica_groups_support import open_in_group, run_in_groups
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, bags_of_one
 
 ROWS, EVERY, STEPS = 20, 2, 8
 SPECS = [TableSpec(f"t{k}", ROWS, 4, ("f",), "sum", optimizer="sgd") for k in range(2)]
@@ -27,8 +26,7 @@ PLANS = [uniform_plan([spec], 1) for spec in SPECS]
 
 def step(both: list[ShardedTables], number: int, shift: int = 0) -> None:
     g = torch.Generator().manual_seed(number)
-    batch = Lookup(torch.randint(0, ROWS, (3,), generator=g) + shift,
-                   torch.ones(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 3)
+    batch = bags_of_one(torch.randint(0, ROWS, (3,), generator=g) + shift)
     outputs = [tables.lookup(batch) for tables in both]
     torch.stack([x.square().mean() for x in outputs]).sum().backward()
 

@@ -39,6 +39,7 @@ from tests.runtime_support import (
     assert_bitwise,
     assert_exact,
     assert_near,
+    bags_of_one,
     dlrm_case,
     make_steps,
     read_all,
@@ -221,8 +222,7 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
              for n in num_tables]
 
     def step(both: list[ShardedTables], bad: bool) -> None:
-        batches = [Lookup(torch.arange(n) % 20 + 20 * (bad and k == 1),
-                          torch.ones(n, dtype=torch.int64), torch.arange(n), 1)
+        batches = [bags_of_one(torch.arange(n) % 20 + 20 * (bad and k == 1), n)
                    for k, n in enumerate(num_tables)]
         torch.stack([t.lookup(x).sum() for t, x in zip(both, batches, strict=True)]
                     ).sum().backward()
@@ -337,8 +337,7 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
 def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -> None:
     """The collection sharded later has been updated less often."""
     def step(trained: list[ShardedTables], shift: int = 0) -> None:
-        ids = torch.tensor([1]) + shift
-        batch = Lookup(ids, torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)
+        batch = bags_of_one(torch.tensor([1]) + shift)
         torch.stack([t.lookup(batch).sum() for t in trained]).sum().backward()
 
     def on_rank(groups: ReplicaGroups) -> None:
