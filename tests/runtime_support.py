@@ -409,16 +409,22 @@ def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
 
 
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
-               group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
+               group: Any, between: Callable[[ShardedTables, int], None] | None = None,
+               prepared: Callable[[ShardedTables, list[Lookup]], Iterable[Lookup]] | None = None
+               ) -> Result:
     """Run one rank's part of a training run; every rank reads all tables at the end. `between` is
-    called with the tables and the step number before every step and at the end."""
+    called with the tables and the step number before every step and at the end; `prepared` yields
+    this rank's batches in the form in which they are looked up."""
     tables = open_tables(case, plan, group, optimizer)
     outputs = []
     between = between or (lambda tables, step: None)
-    for step, batches in enumerate(steps):
+    mine = [batches[group.rank] for batches in steps]
+    lookups: Iterable[Lookup] = [batch.lookup(case) for batch in mine]
+    if prepared is not None:
+        lookups = prepared(tables, lookups)
+    for step, (batch, lookup) in enumerate(zip(mine, lookups, strict=True)):
         between(tables, step)
-        batch = batches[group.rank]
-        out = tables.lookup(batch.lookup(case))
+        out = tables.lookup(lookup)
         rank_loss(out, batch.target).backward()
         outputs.append([out.detach().clone()])
     between(tables, len(steps))
