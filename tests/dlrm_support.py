@@ -15,6 +15,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM, DLRMTrain
 
+import oper
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import Plan, uniform_plan
 from tests.runtime_support import mixed_plan
@@ -81,6 +82,12 @@ def plan_for(collection: EmbeddingBagCollection, world_size: int, kind: str = "s
     if kind.startswith("mixed"):
         return mixed_plan(tables, world_size, int(kind[5:]))
     return uniform_plan(tables, world_size, kind)
+
+
+def sharded_dlrm(world_size: int, kind: str = "striped", seed: int = 3, **options: Any) -> Any:
+    """Make a DLRM and shard it by `plan_for`; `options`: arguments of `oper.shard`."""
+    model = make_dlrm(seed)
+    return oper.shard(model, plan=plan_for(model.get_submodule(EBC), world_size, kind), **options)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -113,6 +113,21 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()
+
+
+def run(*words: str, env: Mapping[str, str] | None = None, **options: Any
+        ) -> subprocess.CompletedProcess[Any]:
+    """Run ``python`` with these arguments; `env`: further variables, `options`: of `Popen`.
+
+    The output is text, unless ``text=False``.
+    """
+    given = options.pop("input", None)
+    process = Forked([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                     stderr=subprocess.PIPE, env={**os.environ, **(env or {})},
+                     **{"text": True} | options)
+    with process:
+        out, err = process.communicate(given, timeout=300)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def _popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

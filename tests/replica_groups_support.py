@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,32 +33,51 @@ from tests.runtime_support import (
 Body = Callable[[ShardedTables, int], Any]
 
 
-def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
-               count: int = 2, domains: Sequence[int] | None = None, delay: int = 0,
-               bits: int = 32) -> list[Any]:
-    """Run `body(tables, rank)` on `count` groups of virtual ranks; return results by global rank.
-    """
-    size = plan.world_size
+def run_in_groups(body: Callable[[ReplicaGroups], Any], size: int, every: int, count: int = 2,
+                  delay: int = 0, bits: int = 32, domains: Sequence[int] | None = None
+                  ) -> list[Any]:
+    """Run `body` on `count` groups of `size` virtual ranks; return results by global rank."""
     mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
     across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
-    own = case.with_optimizer(optimizer.name)
 
     def on_rank(whole: ThreadGroup) -> Any:
         number, rank = divmod(whole.rank, size)
-        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
-                               Background(behind[rank][number]) if delay else None, bits)
-        tables = ShardedTables(with_tables(plan, own.tables), case.features, groups.mine, optimizer,
-                               groups.gradient_scale(1.0 / whole.world_size))
-        Synchronizer(tables, groups)
-        for name, weight in initial_weights(case).items():
-            tables.write(name, weight + number)  # those of the first group are used
-        tables.flush_replicas()
+        return body(ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
+                                  Background(behind[rank][number]) if delay else None, bits))
+
+    return run_ranks(size * count, on_rank)
+
+
+def open_in_group(groups: ReplicaGroups, plan: Plan, features: Sequence[tuple[str, str]],
+                  optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> ShardedTables:
+    """Open tables with these rows, whose gradients are the mean over all ranks. Collective."""
+    tables = ShardedTables(plan, features, groups.mine, optimizer,
+                           groups.gradient_scale(1.0 / groups.whole.world_size))
+    Synchronizer(tables, groups)
+    for name, weight in weights.items():
+        tables.write(name, weight)
+    tables.flush_replicas()
+    return tables
+
+
+def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
+               count: int = 2, **options: Any) -> list[Any]:
+    """Run `body(tables, rank)` on `count` groups of virtual ranks; return results by global rank.
+    """
+    own = case.with_optimizer(optimizer.name)
+
+    def on_rank(groups: ReplicaGroups) -> Any:
+        number = groups.counterparts.rank
+        # The rows of the first group are used.
+        weights = {name: weight + number for name, weight in initial_weights(case).items()}
+        tables = open_in_group(groups, with_tables(plan, own.tables), case.features, optimizer,
+                               weights)
         try:
-            return body(tables, whole.rank)
+            return body(tables, groups.whole.rank)
         finally:
             tables.close()
 
-    return run_ranks(size * count, on_rank)
+    return run_in_groups(on_rank, plan.world_size, every, count, **options)
 
 
 def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:

@@ -133,9 +133,10 @@ def make_batch(case: Case, seed: int, size: int) -> Batch:
                  weights if case.weighted else None, target)
 
 
-def bags_of_one(ids: torch.Tensor) -> Lookup:
-    """Make one bag for each id, of one feature."""
-    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+def bags_of_one(ids: torch.Tensor, num_features: int = 1) -> Lookup:
+    """Make one bag for each id, equally many of each feature."""
+    return Lookup(ids, torch.ones_like(ids), torch.arange(num_features),
+                  ids.numel() // num_features)
 
 
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
@@ -394,22 +395,36 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
     return tables
 
 
+def read_all(tables: ShardedTables) -> dict[str, torch.Tensor]:
+    """Read the rows of all tables while no rank trains. Collective."""
+    tables.barrier()
+    found = {name: tables.read(name) for name in tables.specs}
+    tables.barrier()
+    return found
+
+
 def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
     """Open the tables on one rank."""
     return open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizer)
 
 
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
-               group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
+               group: Any, between: Callable[[ShardedTables, int], None] | None = None,
+               prepared: Callable[[ShardedTables, list[Lookup]], Iterable[Lookup]] | None = None
+               ) -> Result:
     """Run one rank's part of a training run; every rank reads all tables at the end. `between` is
-    called with the tables and the step number before every step and at the end."""
+    called with the tables and the step number before every step and at the end; `prepared` yields
+    this rank's batches in the form in which they are looked up."""
     tables = open_tables(case, plan, group, optimizer)
     outputs = []
     between = between or (lambda tables, step: None)
-    for step, batches in enumerate(steps):
+    mine = [batches[group.rank] for batches in steps]
+    lookups: Iterable[Lookup] = [batch.lookup(case) for batch in mine]
+    if prepared is not None:
+        lookups = prepared(tables, lookups)
+    for step, (batch, lookup) in enumerate(zip(mine, lookups, strict=True)):
         between(tables, step)
-        batch = batches[group.rank]
-        out = tables.lookup(batch.lookup(case))
+        out = tables.lookup(lookup)
         rank_loss(out, batch.target).backward()
         outputs.append([out.detach().clone()])
     between(tables, len(steps))

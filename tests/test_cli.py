@@ -19,6 +19,7 @@ import oper
 from oper import cli
 from oper.errors import InvalidInputError, PlanInfeasibleError, UsageError
 from oper.report import doctor
+from tests import forked
 from tests.support import ROOT, run_oper
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
@@ -294,7 +295,7 @@ def test_results_can_be_printed_in_any_locale() -> None:
 
 
 def test_doctor_finds_the_cpu_path_working() -> None:
-    done = run_oper("doctor", "--json", env={"OPER_DATA": "/some/where"})
+    done = forked.run("-m", "oper", "doctor", "--json", env={"OPER_DATA": "/some/where"})
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, [])
     assert report["libraries"]["host"] == "loads"

@@ -9,23 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from oper.bench.core import child
 from oper.bench.demo.demo import _compare
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.train.model import save_state
-from tests.support import run_here, run_oper
+from tests.forked import FORKS
+from tests.support import run_here
 
 KEYS = ("rows", "plan_gap", "max_abs_diff", "oper_step_ms", "torchrec_step_ms", "ratio_step",
         "oper_forward_ms", "torchrec_forward_ms", "ratio_forward", "dlrm_ratio_step")
 HEADINGS = ("DATA", "PLAN", "CORRECTNESS", "TIME", "VALIDATION")
 
 
-def test_demo_on_a_given_log(tmp_path: Path) -> None:
+def test_demo_on_a_given_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "subprocess", FORKS)
     cardinalities = tuple(5 + 37 * k for k in range(26))
     log = write_synthetic_log(tmp_path / "clicks.txt.gz",
                               SyntheticLog(6_000, 3, cardinalities, effect=3.0))
     os.unlink(f"{log}.about.json")  # without it, the demo takes the log for real data
-    done = run_oper("demo", "--quick", "--data", str(log), "--out", str(tmp_path / "out"), "--json",
-                    str(tmp_path / "demo.json"))
+    done = run_here("demo", "--quick", "--data", log, "--out", tmp_path / "out", "--json",
+                    tmp_path / "demo.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "demo.json").read_text())
     assert all(math.isfinite(found[key]) for key in KEYS)

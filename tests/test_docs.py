@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -18,15 +19,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from oper import cli
+from oper.data import SyntheticLog, write_synthetic_log
 from oper.support.environment import VARIABLES
-from tests.support import ROOT
+from tests.support import ROOT, run_here
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SKIPPED = "# Not run by the tests: "
@@ -35,25 +37,12 @@ FILES = ("toml", "json", "yaml")  # data; written to a file if the title names o
 TIMEOUT_S = 300
 # Commands that make the files which pages other than tutorials expect in their folder.
 WORKSPACE = """
-python make_criteo.py && python make_csv.py
-oper preprocess criteo-kaggle train.txt -o data
-oper analyze data -o stats.npz
-oper plan stats.npz --topology h100-8 --dim 16 -o plan.json
-oper plan stats.npz --topology h100-8 --dim 16 --allow striped,pull -o other.json
-oper train examples/train.toml --data data --stats stats.npz --out runs/dlrm --max-steps 4 \
+preprocess criteo-kaggle train.txt -o data
+analyze data -o stats.npz
+plan stats.npz --topology h100-8 --dim 16 -o plan.json
+plan stats.npz --topology h100-8 --dim 16 --allow striped,pull -o other.json
+train examples/train.toml --data data --stats stats.npz --out runs/dlrm --max-steps 4 \
     --batch-size 256
-"""
-MAKE_CRITEO = """
-from oper.data import SyntheticLog, write_synthetic_log
-write_synthetic_log("train.txt", SyntheticLog(4_000, 3, tuple(5 + 37 * k for k in range(26))))
-"""
-MAKE_CSV = """
-import random
-with open("clicks.csv", "w") as file:
-    file.write("ts,user,item,tags,clicked\\n")
-    for k in range(4000):
-        file.write(f"{1700000000 + 60 * k},u{random.randrange(90)},i{random.randrange(70)},"
-                   f"a|b{k % 5},{random.randrange(2)}\\n")
 """
 # Names that a page's Python code uses without defining them.
 MODEL = """
@@ -181,13 +170,17 @@ def opened(kind: type[Shell], folder: Path) -> Iterator[Shell]:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "workspace"
-    folder.mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples")
-    (folder / "make_criteo.py").write_text(MAKE_CRITEO)
-    (folder / "make_csv.py").write_text(MAKE_CSV)
-    with opened(Shell, folder) as shell:
+    write_synthetic_log(folder / "train.txt",
+                        SyntheticLog(4_000, 3, tuple(5 + 37 * k for k in range(26))))
+    rng = random.Random(0)
+    clicks = [f"{1700000000 + 60 * k},u{rng.randrange(90)},i{rng.randrange(70)},"
+              f"a|b{k % 5},{rng.randrange(2)}" for k in range(4000)]
+    (folder / "clicks.csv").write_text("\n".join(["ts,user,item,tags,clicked", *clicks, ""]))
+    with chdir(folder):
         for command in WORKSPACE.replace("\\\n", "").strip().splitlines():
-            shell.run(command)
+            done = run_here(*command.split())
+            assert done.returncode == 0, done.stderr
     return folder
 
 

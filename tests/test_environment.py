@@ -11,7 +11,8 @@ import pytest
 
 from oper.errors import InvalidInputError
 from oper.support.environment import BUILD, VARIABLES, check_environment, problems, setting
-from tests.support import ROOT, run_oper
+from tests import forked
+from tests.support import ROOT
 
 WRONG = {
     "OPER_DEBUG": ["yes", "2"],
@@ -74,7 +75,7 @@ def test_valid_values_of_variables_are_accepted(name: str, text: str,
 def test_nothing_begins_with_nonsense() -> None:
     """Neither a command, even if it does not use the variable, nor `oper.shard` on one rank."""
     name, text = "OPER_DEADLINE_S", "abc"
-    done = run_oper("explain", "nothing.json", env={name: text})
+    done = forked.run("-m", "oper", "explain", "nothing.json", env={name: text})
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"environment variable {name}='{text}'" in done.stderr
     program = ("import torch, oper; from oper.errors import InvalidInputError\n"
@@ -85,14 +86,13 @@ def test_nothing_begins_with_nonsense() -> None:
                "    try:\n        act()\n"
                f"    except InvalidInputError as error:\n        assert {name!r} in str(error)\n"
                "    else:\n        raise SystemExit('it has begun')\n")
-    started = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
-                             text=True, check=False, env={**os.environ, name: text})
+    started = forked.run("-c", program, env={name: text})
     assert started.returncode == 0, started.stderr
 
 
 def test_doctor_calls_nonsense_a_problem() -> None:
-    done = run_oper("doctor", env={"OPER_CPU_KERNELS": "sse",
-                                   "OPER_DEADLINE_S": "abc", "MAX_JOBS": "all"})
+    done = forked.run("-m", "oper", "doctor", env={
+        "OPER_CPU_KERNELS": "sse", "OPER_DEADLINE_S": "abc", "MAX_JOBS": "all"})
     assert done.returncode == 1
     missing = done.stdout[done.stdout.index("\nmissing\n"):]
     for line in ("OPER_CPU_KERNELS='sse', expected one of generic, avx2, avx512",
@@ -112,8 +112,7 @@ def test_kernels_that_are_not_in_use_are_told() -> None:
                "try:\n    library.load()\nexcept ValueError as error:\n"
                "    assert f'{used} are in use' in str(error), error\n"
                "else:\n    raise SystemExit('other kernels run, without a word')\n")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
-                          text=True, check=False)
+    done = forked.run("-c", program)
     assert done.returncode == 0, done.stderr
 
 

@@ -25,7 +25,7 @@ _SOURCES = ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
 _DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc"]
 _NVCC_FLAGS = ["-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
                "-fPIC,-fvisibility=hidden,-ffp-contract=off", *_DEFINES]
-_CXX_FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+_CXX_FLAGS = ["-Og", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
               "-Wno-psabi", "-DOPER_EMULATED", "-Itests/cuda", *_DEFINES,
               # Calls functions of emulation.cpp before each access to memory.
               "-fsanitize=kernel-address", "--param=asan-stack=0", "--param=asan-globals=0",
@@ -102,7 +102,7 @@ def find_nvcc() -> str:
 def checked_library() -> Path:
     """The CUDA library with compiled host code and kernels that are only checked, which takes
     seconds to build instead of minutes."""
-    checked = [f"-arch=compute_{ARCHS[-1]}", "-fdevice-syntax-only", "-O2"]
+    checked = [f"-arch=compute_{ARCHS[-1]}", "-fdevice-syntax-only", "-O1"]
     return _library("liboper_cuda.so", [find_nvcc(), *_NVCC_FLAGS, *checked], [], ["-lcudart"])
 
 

@@ -28,6 +28,7 @@ from tests.runtime_support import (
     Case,
     Result,
     assert_bitwise,
+    bags_of_one,
     dlrm_case,
     make_steps,
     open_tables,
@@ -367,7 +368,6 @@ def test_weighted_stripes_and_heads_locate_every_row(on_device: None) -> None:
     case = Case((spec,), ("a",))
     tables = open_tables(case, plan, SingleGroup(), None)
     with torch.no_grad():
-        out = tables.lookup(Lookup(torch.arange(1003), torch.ones(1003, dtype=torch.int64),
-                                   case.key_of, 1003))
+        out = tables.lookup(bags_of_one(torch.arange(1003)))
     assert torch.equal(out, tables.read("t"))
     tables.close()

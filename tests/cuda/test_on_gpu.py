@@ -23,6 +23,7 @@ from tests.runtime_support import (
     OPTIMIZERS,
     Case,
     assert_bitwise,
+    bags_of_one,
     dlrm_case,
     make_steps,
     merge_ranks,
@@ -135,7 +136,7 @@ def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
     case = Case((TableSpec("t", 40_000_000, 32, ("a",), "sum", "float32", "sgd"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0))
     ids = torch.tensor([0, 1, 33_554_431, 33_554_432, 39_999_999])
-    batch = Lookup(ids, torch.ones(5, dtype=torch.int64), case.key_of, 5)
+    batch = bags_of_one(ids)
     wanted = torch.arange(5 * 32, dtype=torch.float32).view(5, 32)
     tables.lookup(batch).backward(-wanted)
     with torch.no_grad():

@@ -20,7 +20,7 @@ from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.compiler import ROOT
 from tests.cuda.emulated import device_tables, has_gpu
-from tests.runtime_support import Case, open_tables, run_ranks
+from tests.runtime_support import Case, bags_of_one, open_tables, run_ranks
 from tests.support import frames_of
 
 OPTIMIZER = RowWiseAdagrad(lr=0.1)
@@ -88,9 +88,7 @@ def passes_of(plan: Plan) -> tuple[int, int, list[str]]:
     """Kernels of the forward and the backward pass of one rank, and the ranges of both."""
     case = Case(tuple(t.table for t in plan.tables), tuple(t.table.name for t in plan.tables))
     tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
-    size = 48
-    batch = Lookup(torch.zeros(size * len(case.keys), dtype=torch.int64),
-                   torch.ones(size * len(case.keys), dtype=torch.int64), case.key_of, size)
+    batch = bags_of_one(torch.zeros(48 * len(case.keys), dtype=torch.int64), len(case.keys))
     ops = torch.ops.oper_emulated
     ops.take_launches()
     ops.take_ranges()

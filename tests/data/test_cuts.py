@@ -6,8 +6,6 @@ import fcntl
 import gzip
 import random
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from oper.data.reading import cuts
 from oper.data.reading.lines import Unit, line_of, read_blocks, units_of_text
 from oper.data.recipe import Layout
 from oper.errors import FileFormatError
+from tests import forked
 from tests.data.folder_support import digest, parquet_bytes
 from tests.data.test_resuming import KILLED
 
@@ -102,8 +101,7 @@ def test_a_killed_run_keeps_the_parts_that_it_has_read(tmp_path: Path, log: Path
     kept = []
     for workers in ("1", "2"):
         target = tmp_path / f"out{workers}"
-        done = subprocess.run([sys.executable, "-c", KILLED, name, str(target), workers,
-                               str(rng.randint(30, 60))], check=False)
+        done = forked.run("-c", KILLED, name, str(target), workers, str(rng.randint(30, 60)))
         assert done.returncode == -signal.SIGKILL
         kept.append(len(list((tmp_path / f".out{workers}.work" / "stage").glob("*.json"))))
         preprocess(KAGGLE, [name], target, SMALL)

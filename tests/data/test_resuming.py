@@ -26,6 +26,7 @@ from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
+from tests import forked
 from tests.data.folder_support import digest
 from tests.support import counts_by, wait_for
 
@@ -75,8 +76,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     for workers in ("1", "2"):
         target = tmp_path / f"out{workers}"
         for _ in range(7):  # the last run is not killed; `oper bench data` kills ten times
-            done = subprocess.run([sys.executable, "-c", KILLED, log, str(target), workers,
-                                   str(rng.randint(1, 80))], check=False)
+            done = forked.run("-c", KILLED, log, str(target), workers, str(rng.randint(1, 80)))
             kills += done.returncode == -signal.SIGKILL
             if target.exists():
                 break
@@ -111,7 +111,7 @@ def test_another_job_is_kept_out_while_a_run_lives(
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", other if killed else SMALL)
     target = tmp_path / "job" / "out"
     target.parent.mkdir()
-    run = subprocess.Popen([sys.executable, "-c", HELD, log, str(target)])
+    run = forked.Forked([sys.executable, "-c", HELD, log, str(target)])
     try:
         wait_for((target.parent / "began").exists)
         for force in (False, True):
@@ -141,7 +141,7 @@ def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> Non
     program = ("import sys; from oper.data import *; preprocess(load_recipe('criteo-kaggle'), "
                "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000, "
                "row_group_rows=64, part_rows=128, min_count=int(sys.argv[3]), force=True))")
-    runs = {k: subprocess.Popen(
+    runs = {k: forked.Forked(
         [sys.executable, "-c", program, log, str(tmp_path / "out"), str(k)],
         stderr=subprocess.PIPE, text=True) for k in (2, 3, 4, 5)}
     errors = {k: run.communicate(timeout=300)[1] for k, run in runs.items()}
@@ -252,10 +252,8 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "two")
     # The tasks of a Slurm array may start at any time: here the second after the first has ended.
     for task in "01":
-        done = subprocess.run(
-            [sys.executable, "-m", *words, str(tmp_path / "three")], capture_output=True, text=True,
-            check=True, timeout=300, env={**os.environ, "SLURM_ARRAY_TASK_ID": task})
-        assert ("already exists" in done.stderr) == (task == "1")
+        done = forked.run("-m", *words, str(tmp_path / "three"), env={"SLURM_ARRAY_TASK_ID": task})
+        assert done.returncode == 0 and ("already exists" in done.stderr) == (task == "1")
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
@@ -341,8 +339,7 @@ def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
     kinds = set()
     for limit in (10_000, 40_000, 120_000):
         out = tmp_path / f"out{limit}"
-        done = subprocess.run([sys.executable, "-c", program, log, str(out), str(limit)],
-                              capture_output=True, text=True, timeout=300, check=False)
+        done = forked.run("-c", program, log, str(out), str(limit))
         message = done.stderr.splitlines()[-1]
         assert "File too large" in message and str(tmp_path / f".out{limit}.work") in message
         kinds.add(message.split("Error: ")[0])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -21,9 +19,9 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError
+from tests import forked
 from tests.data.folder_support import decoded, parquet_bytes
 from tests.data.gcs_server import gcs_server
-from tests.support import ROOT
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")
@@ -76,17 +74,16 @@ def test_packed_logs(local: Path, pack: Any) -> None:
 
 @pytest.mark.parametrize("through", ["named pipe", "-", "/dev/stdin"])
 def test_pipes(local: Path, through: str) -> None:
-    words = [sys.executable, "-m", "oper", "preprocess", "criteo-kaggle", "-o",
-             str(local / "piped")]
+    words = ["-m", "oper", "preprocess", "criteo-kaggle", "-o", str(local / "piped")]
     data = (local / "train.txt").read_bytes()
     if through == "named pipe":
         os.mkfifo(local / "pipe")
         writer = threading.Thread(target=(local / "pipe").write_bytes, args=(data,))
         writer.start()
-        done = subprocess.run([*words, str(local / "pipe")], cwd=ROOT, capture_output=True)
+        done = forked.run(*words, str(local / "pipe"))
         writer.join()
     else:
-        done = subprocess.run([*words, through], cwd=ROOT, capture_output=True, input=data)
+        done = forked.run(*words, through, text=False, input=data)
     assert done.returncode == 0, done.stderr
     assert parquet_bytes(local / "piped") == parquet_bytes(local / "out")
     assert not [p for p in local.iterdir() if "pipe-" in p.name]

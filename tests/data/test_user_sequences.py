@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import sequences
 from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import InvalidInputError
+from tests import forked
 from tests.data.test_verbs import run
 
 ROWS = 900
@@ -142,8 +141,7 @@ def test_a_full_disk_is_named(events: Path, tmp_path: Path) -> None:
                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
                "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
                "write_sequences(sys.argv[1], sys.argv[2], 'user', columns=['item'])")
-    done = subprocess.run([sys.executable, "-c", program, str(events), str(tmp_path / "out")],
-                          capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run("-c", program, str(events), str(tmp_path / "out"))
     message = done.stderr.splitlines()[-1]
     assert message.startswith("oper.errors.InvalidInputError: cannot write sequences: output=")
     assert str(tmp_path / "out") in message and "File too large" in message

@@ -15,7 +15,7 @@ import oper
 from oper.errors import PeerLostError
 from oper.integration.dense.dlrm import DotInteraction, PooledRows, copy_less
 from oper.integration.dense.gradients import average_in_shared_memory
-from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for
+from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for, sharded_dlrm
 from tests.runtime_support import assert_bitwise, assert_near
 from tests.world_support import run_world, world
 
@@ -177,9 +177,7 @@ def test_averages_in_shared_memory_equal_ddps(world_size: int, bucket_mb: float)
 
 
 def _apart(rank: int, world_size: int) -> None:
-    model = make_dlrm(seed=3)
-    sharded = oper.shard(model, plan=plan_for(model.get_submodule(EBC), world_size),
-                         optimizer=oper.SGD(lr=0.1))
+    sharded = sharded_dlrm(world_size, optimizer=oper.SGD(lr=0.1))
     assert not average_in_shared_memory(DDP(sharded))
     assert not average_in_shared_memory(DDP(torch.nn.Linear(3, 3)))
 
@@ -189,9 +187,7 @@ def test_ranks_that_share_no_memory_use_messages() -> None:
 
 
 def _one_ends(rank: int, world_size: int) -> None:
-    model = make_dlrm(seed=3)
-    sharded = oper.shard(model, plan=plan_for(model.get_submodule(EBC), world_size),
-                         optimizer=oper.SGD(lr=0.1))
+    sharded = sharded_dlrm(world_size, optimizer=oper.SGD(lr=0.1))
     wrapped = DDP(sharded)
     assert average_in_shared_memory(wrapped)
     loss, _ = wrapped(make_batch(rank, 9))

@@ -21,9 +21,8 @@ from tests.dlrm_support import (
     KEYS,
     make_batch,
     make_collection,
-    make_dlrm,
     make_kjt,
-    plan_for,
+    sharded_dlrm,
 )
 from tests.runtime_support import assert_bitwise, assert_near, whole
 from tests.world_support import run_world
@@ -34,9 +33,7 @@ LR, STEPS = 0.2, 4
 def _train(rank: int, world_size: int, num_parts: int | tuple[int, ...] | None
            ) -> tuple[Any, list[Any], Any]:
     """Return the state, the results of the steps, and the number of parts."""
-    model = make_dlrm(seed=3)
-    plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
-    model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+    model = sharded_dlrm(world_size, "mixed0", optimizer=oper.RowWiseAdagrad(lr=LR))
     wrapped = DDP(model, static_graph=True, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.is_leaf], lr=LR)
     pipeline = oper.MicroBatchPipeline(wrapped, optimizer, num_parts)
@@ -79,9 +76,7 @@ def _whole_batches(rank: int, world_size: int) -> set[str]:
     the names of the calls that the pipeline has made on another thread."""
     found = []
     for is_plain in (True, False):
-        model = make_dlrm(seed=3)
-        plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
-        model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+        model = sharded_dlrm(world_size, "mixed0", optimizer=oper.RowWiseAdagrad(lr=LR))
         tables, beside = model.get_submodule(EBC).tables, set[str]()
         for name in ("forward", "step"):
             setattr(tables, name, functools.partial(_noted, beside, getattr(tables, name)))

@@ -12,13 +12,12 @@ import torch
 
 from oper.errors import InvalidInputError, PeerLostError
 from oper.plan import uniform_plan
-from oper.shmem.batch import Lookup
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.runtime_support import bags_of_one, read_all, run_ranks
 from tests.support import pushed
 
 TABLES = [TableSpec(name, 30, 4, (name,), "sum", "float32", "sgd") for name in ("first", "second")]
@@ -80,7 +79,7 @@ def _enter_no_sync(tables: ShardedTables) -> None:
         pass
 
 
-_BATCH = Lookup(torch.arange(4), torch.ones(4, dtype=torch.int64), torch.arange(2), 2)
+_BATCH = bags_of_one(torch.arange(4), 2)
 
 
 def _train(tables: ShardedTables) -> None:
@@ -88,10 +87,7 @@ def _train(tables: ShardedTables) -> None:
 
 
 def _rows(tables: ShardedTables) -> torch.Tensor:
-    tables.barrier()  # the other rank may be ahead
-    found = torch.cat([tables.read(name) for name in tables.specs])
-    tables.barrier()
-    return found
+    return torch.cat([*read_all(tables).values()])
 
 
 @pytest.mark.parametrize(("change", "wanted"), [

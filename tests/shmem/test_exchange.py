@@ -20,7 +20,6 @@ from oper.search import EVERYTHING, evaluate, make_problem
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.group.transport import ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
 from oper.topology import Topology
 from tests.cuda.emulated import emulate, on_devices, small_case
@@ -32,6 +31,7 @@ from tests.runtime_support import (
     Result,
     assert_bitwise,
     assert_exact,
+    bags_of_one,
     dlrm_case,
     make_batch,
     make_steps,
@@ -237,9 +237,7 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
     def body(group: ThreadGroup) -> dict[str, list[int]]:
         tables = open_tables(case, plan, group, SGD(lr=0.5))
         tables.sent_bytes(reset=True)
-        mine = ids[group.rank]
-        batch = Lookup(mine, torch.ones(len(mine), dtype=torch.int64), case.key_of, len(mine))
-        tables.lookup(batch).sum().backward()
+        tables.lookup(bags_of_one(ids[group.rank])).sum().backward()
         return tables.sent_bytes()
 
     zero, one = run_ranks(2, body, domains=(0, 1))

@@ -12,6 +12,7 @@ from oper.shmem.library import load
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests.runtime_support import bags_of_one
 from tests.world_support import run_world
 
 SPECS = [TableSpec("a", 50, 64, ("f",), "sum", optimizer="none"),
@@ -59,7 +60,7 @@ def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
     ids = torch.cat([torch.randperm(num_rows, generator=generator),
                      torch.randint(0, num_rows, (num_rows // 2,), generator=generator)])
     gradient = torch.randint(-8, 9, (ids.numel(), dim), generator=generator).float()
-    batch = Lookup(ids, torch.ones(ids.numel(), dtype=torch.int64), torch.arange(1), ids.numel())
+    batch = bags_of_one(ids)
     expected = torch.zeros(num_rows, dim).index_add_(0, ids, gradient)
     wrong = []
     for step in (1, 2):

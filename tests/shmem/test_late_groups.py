@@ -12,14 +12,12 @@ import torch
 
 from oper.errors import InvalidInputError, OperError
 from oper.plan import uniform_plan
-from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
-from oper.shmem.replica_groups.groups import Background, ReplicaGroups
-from oper.shmem.replica_groups.synchronizer import Synchronizer
+from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.replica_groups_support import open_in_group, run_in_groups
+from tests.runtime_support import assert_bitwise, bags_of_one
 
 ROWS, EVERY, STEPS = 20, 2, 8
 SPECS = [TableSpec(f"t{k}", ROWS, 4, ("f",), "sum", optimizer="sgd") for k in range(2)]
@@ -28,8 +26,7 @@ PLANS = [uniform_plan([spec], 1) for spec in SPECS]
 
 def step(both: list[ShardedTables], number: int, shift: int = 0) -> None:
     g = torch.Generator().manual_seed(number)
-    batch = Lookup(torch.randint(0, ROWS, (3,), generator=g) + shift,
-                   torch.ones(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 3)
+    batch = bags_of_one(torch.randint(0, ROWS, (3,), generator=g) + shift)
     outputs = [tables.lookup(batch) for tables in both]
     torch.stack([x.square().mean() for x in outputs]).sum().backward()
 
@@ -37,30 +34,20 @@ def step(both: list[ShardedTables], number: int, shift: int = 0) -> None:
 def opened(every: int, delay: int, bits: int,
            body: Callable[[list[ShardedTables], int], Any]) -> list[Any]:
     """Run `body(tables, group)` on two groups of one rank, with two collections."""
-    whole, across, behind = (ThreadGroup.create(2, 10.0) for _ in range(3))
+    rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(5))
 
-    def on_rank(group: ThreadGroup) -> Any:
-        k = group.rank
-        groups = ReplicaGroups(whole[k], ThreadGroup.create(1, 10.0)[0], across[k], every, delay,
-                               Background(behind[k]) if delay else None, bits)
-        both = []
-        for spec, plan in zip(SPECS, PLANS, strict=True):
-            tables = ShardedTables(plan, [("f", spec.name)], groups.mine, SGD(lr=1.0),
-                                   groups.gradient_scale(0.5))
-            Synchronizer(tables, groups)
-            tables.write(spec.name, torch.randn(
-                ROWS, 4, generator=torch.Generator().manual_seed(5)))
-            tables.flush_replicas()
-            both.append(tables)
+    def on_rank(groups: ReplicaGroups) -> Any:
+        both = [open_in_group(groups, plan, [("f", spec.name)], SGD(lr=1.0), {spec.name: rows})
+                for spec, plan in zip(SPECS, PLANS, strict=True)]
         both[0].family.update(both)
         both[1].family = both[0].family
         try:
-            return body(both, k)
+            return body(both, groups.whole.rank)
         finally:
             for tables in both:
                 tables.close()
 
-    return run_ranks(2, on_rank)
+    return run_in_groups(on_rank, 1, every, delay=delay, bits=bits)
 
 
 def synchronized(both: list[ShardedTables]) -> list[torch.Tensor]:
@@ -96,7 +83,7 @@ def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.T
 def test_a_late_group_synchronizes_in_the_order_of_updates(refused: int, what: str, delay: int,
                                                            bits: int) -> None:
     first, second = trained(refused, what, delay, bits)
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert_bitwise(first, second, "two groups")
 
 
 def test_refused_batches_do_not_count_in_frozen_collections() -> None:
@@ -110,7 +97,7 @@ def test_refused_batches_do_not_count_in_frozen_collections() -> None:
         return synchronized(both)
 
     first, second = opened(EVERY, 0, 32, body)
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert_bitwise(first, second, "two groups")
 
 
 @pytest.mark.parametrize("left_out_before", [True, False])

@@ -14,7 +14,6 @@ from oper.errors import InvalidInputError, OperError, PlanError
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search.variance import relative_variance
-from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
@@ -226,8 +225,7 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         tables.flush_replicas()
         number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
         ids = torch.arange(number).repeat(3)
-        out = tables.lookup(Lookup(ids, torch.ones(3 * number, dtype=torch.int64),
-                                   torch.arange(3), number))
+        out = tables.lookup(bags_of_one(ids, 3))
         out.backward(rows[:number].repeat(1, 3))
         found = [out.detach().clone(), *(tables.read(n) for n in names)]
         tables.barrier()

@@ -33,6 +33,7 @@ from tests.runtime_support import (
     mixed_plan,
     open_alone,
     open_tables,
+    read_all,
     rich_plan,
     run_ranks,
 )
@@ -121,8 +122,7 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
             in_parts(tables, batches, how == "ahead", passes)
         assert tables.num_steps == step + 1
         assert not torch.equal(before, tables.read("large"))
-    tables.barrier()
-    return {t.name: tables.read(t.name) for t in case.tables}
+    return read_all(tables)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
@@ -230,8 +230,7 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
             assert tables.num_steps == 0
             assert_bitwise(tables.read("large"), before, "rows after an error")
         in_parts(tables, batches, True, passes)
-        tables.barrier()
-        return {t.name: tables.read(t.name) for t in case.tables}
+        return read_all(tables)
 
     assert_bitwise(*(run_ranks(2, lambda g, fails=fails: body(g, fails), domains=domains)
                      for fails in (False, True)), "after an error and without")

@@ -7,11 +7,10 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.read_only import one_copy_per_domain
-from oper.shmem.batch import Lookup
 from oper.shmem.memory.quantise import dequantise, quantise
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.runtime_support import bags_of_one, run_ranks
 
 
 def plan(dtype: str) -> Plan:
@@ -49,8 +48,7 @@ def test_numbers(dtype: str, domains: list[int] | None) -> None:
         tables.write("t", values)
         tables.flush_replicas()
         ids = torch.randperm(50, generator=torch.Generator().manual_seed(group.rank))
-        out = tables.lookup(Lookup(ids, torch.ones(50, dtype=torch.int64),
-                                   torch.zeros(1, dtype=torch.int64), 50))
+        out = tables.lookup(bags_of_one(ids))
         read = tables.read("t")
         tables.barrier()
         held = torch.tensor(sum(tables.memory_bytes()["device"]))

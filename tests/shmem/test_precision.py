@@ -24,6 +24,7 @@ from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, TableSpec
+from tests.runtime_support import bags_of_one
 from tests.shmem.test_quantised_rows import fbgemm_tables
 from tests.world_support import run_world
 
@@ -177,7 +178,7 @@ def test_domains_hold_and_read_all_types(tiers: tuple[Tier, ...]) -> None:
     values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(1))
     plan = placed(20, tiers=tiers, world_size=2)
     rows = expected_rows(plan, values)
-    batch = Lookup(torch.arange(NUM_ROWS), torch.ones(NUM_ROWS, dtype=torch.int64), KEY, NUM_ROWS)
+    batch = bags_of_one(torch.arange(NUM_ROWS))
     with published(plan, values) as (publisher, readers):
         for domain, reader in enumerate(readers):
             with reader.pinned() as epoch:
@@ -225,7 +226,7 @@ def test_rows_without_counts_follow_in_the_order_of_ids() -> None:
     wanted = stored(values, "int4")
     wanted[:99] = stored(values[:99], "int8")  # 17, and the 97 first of the others
     wanted[hottest[:2]] = stored(values[hottest[:2]], "float16")
-    batch = Lookup(torch.arange(NUM_ROWS), torch.ones(NUM_ROWS, dtype=torch.int64), KEY, NUM_ROWS)
+    batch = bags_of_one(torch.arange(NUM_ROWS))
     with published(Plan(1, (entry,), "inference"), values) as (_, (reader,)):
         assert torch.equal(look_up(reader, batch), wanted)
 
@@ -237,8 +238,7 @@ def test_a_range_of_one_type_equals_a_table_of_that_type() -> None:
     for dtype in ("int4", "float16", "int8"):
         tier = Tier(0, NUM_ROWS, "owned", (0,), dtype=dtype)
         plan = Plan(1, (TablePlan(spec, (Piece(0, 20, (tier,)),)),), "inference")
-        batch = Lookup(torch.arange(NUM_ROWS), torch.ones(NUM_ROWS, dtype=torch.int64), KEY,
-                       NUM_ROWS)
+        batch = bags_of_one(torch.arange(NUM_ROWS))
         with published(plan, values) as (_, (reader,)):
             assert torch.equal(look_up(reader, batch), stored(values, dtype))
 

@@ -26,6 +26,7 @@ from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
 from oper.tables import TableSpec
 from tests.forked import Forked
+from tests.runtime_support import bags_of_one
 from tests.support import ROOT, wait_for
 from tests.world_support import leftovers
 
@@ -77,7 +78,7 @@ def look(reader: Reader, last: int) -> tuple[int, int, int]:
     seen: set[int] = set()
     while last not in seen:
         ids = torch.cat([torch.randint(0, s.num_rows, (200,), generator=generator) for s in SPECS])
-        batch = Lookup(ids, torch.ones(400, dtype=torch.int64), torch.tensor([0, 1]), 200)
+        batch = bags_of_one(ids, 2)
         with reader.pinned() as epoch:
             out = tables[epoch & 1].lookup(batch)
             weights = reader.dense(epoch & 1)
@@ -273,7 +274,7 @@ def test_readers_outlive_a_killed_publisher(name: str, processes: list[Process])
     processes[0].run.wait()
     assert not reader.publisher_alive
     tables = PublishedTables(reader, 1, FEATURES)
-    batch = Lookup(torch.tensor([5, 6]), torch.tensor([1, 1]), torch.tensor([0, 1]), 1)
+    batch = bags_of_one(torch.tensor([5, 6]), 2)
     with reader.pinned():
         assert (tables.lookup(batch) == 1).all()
     assert reader.verify() == 1

@@ -16,7 +16,6 @@ from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import uniform_plan
 from oper.sharding import _join
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
@@ -25,16 +24,26 @@ from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.tracing import trace
-from tests.replica_groups_support import PLANS, run_groups, simulated, train, trained
+from tests.replica_groups_support import (
+    PLANS,
+    open_in_group,
+    run_groups,
+    run_in_groups,
+    simulated,
+    train,
+    trained,
+)
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     Result,
+    assert_bitwise,
     assert_exact,
     assert_near,
+    bags_of_one,
     dlrm_case,
     make_steps,
+    read_all,
     references,
-    run_ranks,
     same_bits,
     with_tables,
 )
@@ -98,8 +107,7 @@ def test_updates_continue_while_rows_are_sent() -> None:
             return outputs
 
         found.append(run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body, delay=2))
-    assert all(torch.equal(x, y) for a, b in zip(*found, strict=True)
-               for x, y in zip(a, b, strict=True))
+    assert_bitwise(*found, "late and in time")
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -107,7 +115,7 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 3)
 
-    def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
+    def body(tables: ShardedTables, rank: int) -> dict[str, torch.Tensor]:
         def choose(rate: float) -> None:
             for group in tables.param_groups:
                 group["lr"] = rate
@@ -121,11 +129,11 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
         sent = tables.replicas.sent_bytes
         tables.replicas.synchronize()
         assert delay or tables.replicas.sent_bytes == sent  # the third update has synchronized
-        return [tables.read(name) for name in tables.specs]
+        return read_all(tables)
 
     first, second = run_groups(case, uniform_plan(case.tables, 1), ALL_OPTIMIZERS["sgd"], 2, body,
                                delay=delay)
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert_bitwise(first, second, "two groups")
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -210,36 +218,26 @@ def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
 def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
         num_tables: tuple[int, int], size: int, accumulates: bool) -> None:
     """Groups may learn of it in another collection, which has another number of tables."""
-    mine = [ThreadGroup.create(size, 30.0) for _ in range(2)]
-    across = [ThreadGroup.create(2, 30.0) for _ in range(size)]
     every = [[TableSpec(f"t{k}", 20, 4, (f"f{k}",), "sum", optimizer="sgd") for k in range(n)]
              for n in num_tables]
 
     def step(both: list[ShardedTables], bad: bool) -> None:
-        batches = [Lookup(torch.arange(n) % 20 + 20 * (bad and k == 1),
-                          torch.ones(n, dtype=torch.int64), torch.arange(n), 1)
+        batches = [bags_of_one(torch.arange(n) % 20 + 20 * (bad and k == 1), n)
                    for k, n in enumerate(num_tables)]
         torch.stack([t.lookup(x).sum() for t, x in zip(both, batches, strict=True)]
                     ).sum().backward()
 
-    def on_rank(whole: ThreadGroup) -> None:
-        number, rank = divmod(whole.rank, size)
-        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], 1)
-        both = []
-        for specs in every:
-            tables = ShardedTables(uniform_plan(specs, size, "striped"),
-                                   [(t.features[0], t.name) for t in specs], groups.mine,
-                                   SGD(lr=1.0), groups.gradient_scale(1.0 / whole.world_size))
-            Synchronizer(tables, groups)
-            tables.flush_replicas()
-            both.append(tables)
+    def on_rank(groups: ReplicaGroups) -> None:
+        both = [open_in_group(groups, uniform_plan(specs, size, "striped"),
+                              [(t.features[0], t.name) for t in specs], SGD(lr=1.0), {})
+                for specs in every]
         both[0].family.update(both)
         both[1].family = both[0].family
         step(both, False)
         if accumulates:
             with both[0].no_sync(), both[1].no_sync():
                 step(both, False)
-        is_bad = whole.rank == whole.world_size - 1
+        is_bad = groups.whole.rank == 2 * size - 1
         with pytest.raises(InvalidInputError if is_bad else PeerLostError):
             step(both, is_bad)
         step(both, False)
@@ -250,7 +248,7 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
             tables.barrier()
             tables.close()
 
-    run_ranks(2 * size, on_rank)
+    run_in_groups(on_rank, size, every=1)
 
 
 @pytest.mark.parametrize("entered", [[3], [2, 3]], ids=["one rank", "one group"])
@@ -258,7 +256,7 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
     case = dlrm_case()
     steps = make_steps(case, 4, 2)
 
-    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         if is_bad:
             if rank in entered:
                 with tables.no_sync():
@@ -268,14 +266,12 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
                 train(tables, case, steps[0][rank])
             assert tables.num_steps == 0
         train(tables, case, steps[1][rank])
-        tables.barrier()
-        return [tables.read(name) for name in tables.specs]
+        return read_all(tables)
 
     bad, good = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1,
                             lambda t, r, is_bad=is_bad: body(t, r, is_bad))
                  for is_bad in (True, False))
-    assert all(torch.equal(x, y) for mine, theirs in zip(bad, good, strict=True)
-               for x, y in zip(mine, theirs, strict=True))
+    assert_bitwise(bad, good, "rows")
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -283,7 +279,7 @@ def test_a_lookup_refused_under_no_sync_is_only_missing_from_its_update(every: i
     case = dlrm_case("sgd")
     steps = make_steps(case, 4, 3)
 
-    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         for k, batches in enumerate(steps):
             with tables.no_sync():
                 if k != 1 or rank < 3:
@@ -295,16 +291,12 @@ def test_a_lookup_refused_under_no_sync_is_only_missing_from_its_update(every: i
             train(tables, case, steps[0][rank])
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
-        tables.barrier()
-        found = [tables.read(name) for name in tables.specs]
-        tables.barrier()
-        return found
+        return read_all(tables)
 
     bad, good = (run_groups(case, PLANS["striped"](case), ALL_OPTIMIZERS["sgd"], every,
                             lambda t, r, is_bad=is_bad: body(t, r, is_bad))
                  for is_bad in (True, False))
-    assert all(torch.equal(x, y) for mine, theirs in zip(bad, good, strict=True)
-               for x, y in zip(mine, theirs, strict=True))
+    assert_bitwise(bad, good, "rows")
 
 
 @pytest.mark.parametrize(("refused", "delay", "bits"), [
@@ -316,7 +308,7 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
     case = dlrm_case("sgd")
     steps = make_steps(case, 4, 6)
 
-    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         for k, batches in enumerate(steps):
             tables.param_groups[0]["lr"] = 0.1 * (k + 1)
             batch = steps[0][rank].lookup(case)
@@ -331,39 +323,30 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
                                   ).sum().backward()
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
-        tables.barrier()
-        found = [tables.read(name) for name in tables.specs]
-        tables.barrier()
-        return found
+        return read_all(tables)
 
     bad, empty = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 2,
                              lambda t, r, is_bad=is_bad: body(t, r, is_bad), delay=delay,
                              bits=bits)
                   for is_bad in (True, False))
-    for others in (bad[1:], *([empty] if (refused, delay) == (2, 0) else [])):
-        assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
+    assert_bitwise(bad, [bad[0]] * 4, "all ranks")
+    if (refused, delay) == (2, 0):
+        assert_bitwise(empty, bad, "refused and empty")
 
 
 def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -> None:
     """The collection sharded later has been updated less often."""
-    mine, across = ([ThreadGroup.create(2, 30.0) for _ in range(2)] for _ in range(2))
-
     def step(trained: list[ShardedTables], shift: int = 0) -> None:
-        ids = torch.tensor([1]) + shift
-        batch = Lookup(ids, torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)
+        batch = bags_of_one(torch.tensor([1]) + shift)
         torch.stack([t.lookup(batch).sum() for t in trained]).sum().backward()
 
-    def on_rank(whole: ThreadGroup) -> None:
-        number, rank = divmod(whole.rank, 2)
-        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], 3)
+    def on_rank(groups: ReplicaGroups) -> None:
+        number, rank = divmod(groups.whole.rank, 2)
         both: list[ShardedTables] = []
         for k in range(2):
             spec = TableSpec(f"t{k}", 20, 4, ("f",), "sum", optimizer="sgd")
-            tables = ShardedTables(uniform_plan([spec], 2, "striped"), [("f", spec.name)],
-                                   groups.mine, SGD(lr=1.0),
-                                   groups.gradient_scale(1.0 / whole.world_size))
-            Synchronizer(tables, groups)
-            tables.flush_replicas()
+            tables = open_in_group(groups, uniform_plan([spec], 2, "striped"),
+                                   [("f", spec.name)], SGD(lr=1.0), {})
             _join(both, [tables])
             both.append(tables)
             step(both)
@@ -378,7 +361,7 @@ def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -
             tables.barrier()
             tables.close()
 
-    run_ranks(4, on_rank)
+    run_in_groups(on_rank, 2, every=3)
 
 
 @pytest.mark.parametrize("rank_freezes", [True, False], ids=["freezes", "does not freeze"])
@@ -390,7 +373,7 @@ def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
     # Ranks that have frozen all tables make no further updates.
     refused = (2, 3) if rank_freezes or names else (2,)
 
-    def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
+    def body(tables: ShardedTables, rank: int) -> dict[str, torch.Tensor]:
         for k, batches in enumerate(steps):
             tables.frozen = frozenset((names or tables.specs) if k in refused and
                                       (rank == 3) == rank_freezes else ())
@@ -400,11 +383,10 @@ def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
         assert tables.table_steps("tiny") == len(steps) - (0 if rank_freezes else len(refused))
-        tables.barrier()
-        return [tables.read(name) for name in tables.specs]
+        return read_all(tables)
 
     found = run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 3, body)
-    assert all(torch.equal(x, y) for of in found[1:] for x, y in zip(found[0], of, strict=True))
+    assert_bitwise(found, [found[0]] * 4, "all ranks")
 
 
 def test_what_replica_groups_do_not_support() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,10 +13,10 @@ from oper.errors import InvalidInputError
 from oper.plan import Piece, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
+from oper.shmem.tables import ShardedTables
 from tests.runtime_support import (
     OPTIMIZERS,
     Case,
-    Result,
     assert_bitwise,
     dlrm_case,
     make_batch,
@@ -26,6 +27,7 @@ from tests.runtime_support import (
     rank_loss,
     run_ranks,
     same_bits,
+    train_rank,
     train_virtual,
     with_tables,
 )
@@ -47,30 +49,15 @@ def some_plans(case: Case, world_size: int) -> dict:
             "push": pushed(striped), "columns": replace(striped, tables=tuple(split))}
 
 
-def train_ahead(case: Case, plan, steps) -> Result:
-    """Train; another thread resolves each batch while the previous one is trained."""
-    def body(group) -> Result:
-        tables = open_tables(case, plan, group, RWA)
-        outputs = []
-        with ThreadPoolExecutor(1) as ahead:
-            mine = [step[group.rank] for step in steps]
-            coming = ahead.submit(tables.resolve, mine[0].lookup(case))
-            for k, batch in enumerate(mine):
-                lookup = coming.result()
-                if k + 1 < len(mine):
-                    coming = ahead.submit(tables.resolve, mine[k + 1].lookup(case))
-                out = tables.lookup(lookup)
-                rank_loss(out, batch.target).backward()
-                outputs.append([out.detach().clone()])
-        tables.barrier()
-        weights = {t.name: tables.read(t.name) for t in case.tables}
-        states = {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
-                  for t in case.tables}
-        tables.barrier()
-        tables.close()
-        return Result(outputs, weights, states)
-
-    return merge_ranks(run_ranks(plan.world_size, body))
+def resolved_ahead(tables: ShardedTables, lookups: list[Lookup]) -> Iterator[Lookup]:
+    """Resolve each batch on another thread while the previous one is trained."""
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(tables.resolve, lookups[0])
+        for following in lookups[1:]:
+            resolved = coming.result()
+            coming = ahead.submit(tables.resolve, following)
+            yield resolved
+        yield coming.result()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -81,7 +68,8 @@ def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: 
     steps = make_steps(case, world_size, STEPS, seed=4)
     chosen = some_plans(case, world_size)[plan]
     want = train_virtual(case, chosen, steps, RWA)
-    same_bits(train_ahead(case, chosen, steps), want)
+    same_bits(merge_ranks(run_ranks(world_size, lambda group: train_rank(
+        case, chosen, steps, RWA, group, prepared=resolved_ahead))), want)
 
 
 def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:

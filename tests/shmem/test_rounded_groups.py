@@ -8,13 +8,20 @@ import torch
 from oper.errors import OperError
 from oper.messages import number_bytes
 from oper.plan import uniform_plan
-from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.replica_groups_support import PLANS, run_groups, simulated, trained
-from tests.runtime_support import ALL_OPTIMIZERS, Case, dlrm_case, initial_weights, make_steps
+from tests.runtime_support import (
+    ALL_OPTIMIZERS,
+    Case,
+    bags_of_one,
+    dlrm_case,
+    initial_weights,
+    make_steps,
+    read_all,
+)
 
 ROWS, DIM, LR = 40, 16, 0.1
 CASE = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="sgd")], (2,))
@@ -28,8 +35,7 @@ def gradient(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(tables: ShardedTables, step: int, rank: int) -> None:
     ids, of = gradient(step, rank)
-    lengths, key = torch.ones(6, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    tables.lookup(Lookup(ids, lengths, key, 6)).backward(of)
+    tables.lookup(bags_of_one(ids)).backward(of)
 
 
 def unsharded(steps: int, ranks: int) -> torch.Tensor:
@@ -66,9 +72,7 @@ def test_rounding_errors_are_fed_back(delay: int) -> None:
     def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, ...]:
         for step in range(6):
             train(tables, step, rank)
-        tables.barrier()
-        before = tables.read("t")
-        tables.barrier()
+        before = read_all(tables)["t"]
         with pytest.raises(OperError, match="updates since the last"):
             tables.write("t", before)
         tables.replicas.synchronize()
@@ -96,8 +100,8 @@ def test_only_groups_that_updated_a_row_contribute_to_its_average(dtype: str) ->
 
     def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         for row in ((0, 1), (2, 2), (1, 0)):  # by group; synchronized after the second update
-            ids, one = torch.tensor([row[rank]]), torch.ones(1, dtype=torch.int64)
-            tables.lookup(Lookup(ids, one, 0 * one, 1)).backward(torch.linspace(0.2, 1, DIM)[None])
+            out = tables.lookup(bags_of_one(torch.tensor([row[rank]])))
+            out.backward(torch.linspace(0.2, 1, DIM)[None])
         tables.replicas.synchronize()
         return tables.read("t").float(), tables.read("t", part="momentum1")
 
@@ -136,10 +140,7 @@ def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         for _ in range(steps):
             train(tables, 0, rank)
-        tables.barrier()
-        rows = tables.read("t")
-        tables.barrier()
-        return rows
+        return read_all(tables)["t"]
 
     start = initial_weights(CASE)["t"]
     ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 1, body,
@@ -160,8 +161,7 @@ def test_an_infinite_gradient_reaches_one_number(every: int, delay: int, bits: i
         for step in range(5):
             of = torch.ones(1, DIM)
             of[0, 3] = float("inf") if step == rank == 0 else 1
-            one = torch.ones(1, dtype=torch.int64)
-            tables.lookup(Lookup(7 * one, one, 0 * one, 1)).backward(of)
+            tables.lookup(bags_of_one(torch.tensor([7]))).backward(of)
         tables.replicas.synchronize()
         return tables.read("t")
 

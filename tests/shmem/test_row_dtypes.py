@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, uniform_plan
-from oper.shmem.batch import Lookup
 from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
@@ -20,6 +19,7 @@ from tests.rounding_reference import philox4x32, round_stochastically, rounding_
 from tests.runtime_support import (
     Case,
     assert_bitwise,
+    bags_of_one,
     dlrm_case,
     initial_weights,
     make_steps,
@@ -235,8 +235,7 @@ def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
         tables.write("t", every.view(1024, 64))
         tables.flush_replicas()
-        out = tables.lookup(Lookup(torch.arange(1024), torch.ones(1024, dtype=torch.int64),
-                                   case.key_of, 1024))
+        out = tables.lookup(bags_of_one(torch.arange(1024)))
         out.backward(torch.zeros_like(out))
         return out.detach(), tables.read("t")
 
@@ -257,7 +256,7 @@ def test_small_updates_are_not_lost() -> None:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
         tables.write("t", torch.full((512, 16), 1.5))
         tables.flush_replicas()
-        batch = Lookup(torch.arange(512), torch.ones(512, dtype=torch.int64), case.key_of, 512)
+        batch = bags_of_one(torch.arange(512))
         for _ in range(1000):
             tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))
         return tables.read("t").float()

@@ -13,7 +13,6 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import KIND, SENT
 from oper.search.replay.simulate import RankBatch, Replay
 from oper.search.replay.wire import WireReplay
-from oper.shmem.batch import Lookup
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
@@ -22,6 +21,7 @@ from tests.runtime_support import (
     OPTIMIZERS,
     Case,
     assert_bitwise,
+    bags_of_one,
     dlrm_case,
     make_steps,
     open_tables,
@@ -183,8 +183,7 @@ def test_long_requests_with_another_last_id_are_sent_again() -> None:
         tables = open_tables(case, plan, group, OPTIMIZERS["sgd"])
         found, sums = [], []
         for last in (299, 7, 7):
-            mine = torch.cat([ids, torch.tensor([last])])
-            batch = Lookup(mine, torch.ones(len(mine), dtype=torch.int64), case.key_of, len(mine))
+            batch = bags_of_one(torch.cat([ids, torch.tensor([last])]))
             sums.append(tables.lookup(batch).sum())
         for each in sums[1:] + sums[:1]:
             tables.sent_bytes(reset=True)

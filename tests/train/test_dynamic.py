@@ -37,7 +37,7 @@ from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from oper.train.trained import find_weights
 from tests.serve_support import value_of
-from tests.support import announced, check_page, run_oper, serving, wait_for
+from tests.support import announced, check_page, run_here, serving, wait_for
 from tests.train import test_train
 from tests.train.conftest import Prepared
 from tests.train.test_train import run_ranks
@@ -338,7 +338,7 @@ def test_page(raw: Prepared, tmp_path: Path) -> None:
 
 
 def test_command_line(raw: Prepared, tmp_path: Path) -> None:
-    done = run_oper(*words(raw, tmp_path, max_steps=2))
+    done = run_here(*words(raw, tmp_path, max_steps=2))
     assert "steps: 2" in done.stdout
 
 

@@ -21,7 +21,7 @@ from oper.errors import InvalidInputError
 from oper.rows.remap import load_remap
 from oper.train.loop import train
 from oper.train.model import load_state
-from tests.support import run_oper
+from tests.support import run_here
 from tests.train.conftest import Prepared
 from tests.train.test_train import config, lines, words
 
@@ -65,7 +65,7 @@ def test_one_command_goes_on_with_renumbered_rows(days: Path, first: Path, tmp_p
     """Results equal those of a run whose rows were never renumbered."""
     flags: dict[str, Any] = FLAGS | {"start": str(first)}
     train(config(on(days, "old1"), tmp_path / "plain", **flags), show_progress=False)
-    done = run_oper(*words(on(days, "new1"), tmp_path / "moved", stats=days / "new1.stats",
+    done = run_here(*words(on(days, "new1"), tmp_path / "moved", stats=days / "new1.stats",
                            remap=days / "new", **flags))
     assert done.returncode == 0, done.stderr
     plain, moved = (load_state(tmp_path / n / "state.pt") for n in ("plain", "moved"))

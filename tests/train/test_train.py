@@ -27,7 +27,7 @@ from oper.train.model import build_dlrm, load_state
 from oper.train.resume import Checkpoints
 from oper.train.tasks import ClickTask, click_batches, evaluate_clicks
 from tests.forked import Forked
-from tests.support import ROOT, run_oper, wait_for
+from tests.support import ROOT, run_here, wait_for
 from tests.train.conftest import Prepared
 
 FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
@@ -225,7 +225,7 @@ def test_what_cannot_be_trained(prepared: Prepared, tmp_path: Path) -> None:
     torch.save({"weight": [1, 2]}, damaged)
     with pytest.raises(FileFormatError, match="tensors by name"):
         load_state(damaged)
-    assert run_oper("train", "--data", prepared.folder, "--set", "x=3").stderr.count("\n") == 1
-    into_file = run_oper("train", "--data", prepared.folder, "--out", damaged)
+    assert run_here("train", "--data", prepared.folder, "--set", "x=3").stderr.count("\n") == 1
+    into_file = run_here("train", "--data", prepared.folder, "--out", damaged)
     assert into_file.returncode == 1 and "expected a folder" in into_file.stderr
     assert into_file.stderr.count("\n") == 1
