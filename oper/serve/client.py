@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -28,36 +29,44 @@ _MAX_LOST = 3  # connections that one request may lose; beyond, the request may 
 TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
-class _Connection(http.client.HTTPConnection):
-    """An HTTP connection that sends head and body together, so that the server wakes up once.
+class _Connection:
+    """A connection to the server, opened by its first request.
 
     Attributes:
         worker: process id of the server's worker with this connection; None before an answer.
+        sock: the socket; None before the first request.
     """
 
-    worker: str | None = None
-    sock: Any  # socket.socket, or None before `connect`
-    _held: list[bytes] | None = None
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.worker: str | None = None
+        self.sock: socket.socket | None = None
 
-    def connect(self) -> None:
-        super().connect()
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+    def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
+            timeout_s: float) -> socket.socket:
+        """Send a request, head and body at once so that the server wakes up once; return the socket
+        from which to read the answer. `timeout_s` is for each operation on this socket."""
+        if self.sock is None:
+            self.sock = socket.create_connection(_place(self._address), timeout_s)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        self.sock.settimeout(timeout_s)
+        head = [f"{method} {path} HTTP/1.1", f"host: {self._address}",
+                f"content-length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
+        self.sock.sendall("\r\n".join([*head, "\r\n"]).encode("ascii") + body)
+        return self.sock
 
-    def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send a request, head and body in one call of `socket.send`."""
-        self._held = []
-        try:
-            self.request(method, path, body, headers)
-        finally:
-            held, self._held = self._held, None
-        self.send(b"".join(held))
+    def is_closed(self) -> bool:
+        """Whether the server has closed the idle connection: nothing else makes it readable."""
+        if self.sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
-    def send(self, data: Any) -> None:
-        if self._held is None:
-            super().send(data)
-        else:
-            self._held.append(data)
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
 
 
 class ServerError(OperError, RuntimeError):
@@ -101,17 +110,13 @@ class Client:
     """
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
-        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidInputError("cannot connect", "address", address, "host:port",
-                                    "pass the address that 'oper serve' prints")
-        self._place = host.strip("[]"), int(port)
+        self._address = address.removeprefix("http://").rstrip("/")
+        _place(self._address)
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
-        # Unanswered requests by worker.
-        self._asked: collections.Counter[str | None] = collections.Counter()
+        self._idle: list[_Connection] = []  # the most recently used last
+        self._busy: list[_Connection] = []
 
     def score(self, dense: np.ndarray, features: Mapping[str, Any],
               user: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -161,7 +166,7 @@ class Client:
         """Send a request that `oper.serve.wire.encode_request` encoded; see `score_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
-        answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
+        answer, data = self._call("POST", f"{self._model_path}/infer", body, headers)
         length = answer.headers.get(wire.HEADER_LENGTH)
         with self._lock:
             self.counts.requests += 1
@@ -176,8 +181,12 @@ class Client:
 
     def metadata(self) -> dict[str, Any]:
         """Return the model's inputs and outputs; ``parameters`` contains its features."""
-        found: dict[str, Any] = self._told(f"/v2/models/{self.model}")
+        found: dict[str, Any] = self._told(self._model_path)
         return found
+
+    @property
+    def _model_path(self) -> str:
+        return f"/v2/models/{urllib.parse.quote(self.model, safe='')}"
 
     def _told(self, path: str, *keys: str) -> Any:
         """Return the JSON object at `path`, or the value in it selected by the nested `keys`."""
@@ -189,7 +198,7 @@ class Client:
             return found
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(200, fail(
-                f"{self._place[0]}:{self._place[1]} is not a scoring server", path, data[:60],
+                f"{self._address} is not a scoring server", path, data[:60],
                 "JSON of the protocol", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
@@ -218,8 +227,7 @@ class Client:
 
     def _call(self, method: str, path: str, body: bytes = b"",
               headers: Mapping[str, str] | None = None) -> tuple[http.client.HTTPResponse, bytes]:
-        place, until = f"no scores from {self._place[0]}:{self._place[1]}", (
-            time.monotonic() + self.timeout_s)
+        place, until = f"no scores from {self._address}", time.monotonic() + self.timeout_s
         pause, problem, lost = _FIRST_PAUSE_S, "", 0
         while lost <= _MAX_LOST and (left := until - time.monotonic()) > 0:
             try:
@@ -252,50 +260,48 @@ class Client:
 
     def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
               left: float) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = self._take()
-        worker = connection.worker
+        connection, keep = self._take(), False
         try:
-            connection.timeout = left
-            if connection.sock is None:
-                connection.connect()
-            connection.sock.settimeout(left)
-            connection.ask(method, path, body, {**headers, TIMEOUT: f"{left * 1e3:.0f}"})
-            answer = connection.getresponse()
+            answer = http.client.HTTPResponse(connection.ask(
+                method, path, body, {**headers, TIMEOUT: f"{left * 1e3:.0f}"}, left), method=method)
+            answer.begin()
             data = answer.read()
             connection.worker = answer.headers.get(WORKER, connection.worker)
-        except BaseException:
-            connection.close()
-            raise
+            keep = not answer.will_close
         finally:
-            self._has_answered(worker)
-        with self._lock:
-            keep = not answer.will_close and len(self._idle) < _MAX_IDLE
-            if keep:
-                self._idle.append(connection)
-        if not keep:
-            connection.close()
+            with self._lock:
+                self._busy.remove(connection)
+                keep = keep and len(self._idle) < _MAX_IDLE
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                connection.close()
         return answer, data
 
     def _take(self) -> _Connection:
         """Return an idle connection of the worker with the fewest unanswered requests, or a new
         one; among equals, the most recently used, whose worker has warm caches."""
-        while True:
-            with self._lock:
-                found = min(reversed(self._idle), key=lambda c: self._asked[c.worker],
-                            default=None) or _Connection(*self._place)
-                if found in self._idle:
-                    self._idle.remove(found)
-                self._asked[found.worker] += 1
-            if found.sock is None or not _is_closed(found.sock):
-                return found
-            found.close()  # the server has closed it while it was idle; no request was lost
-            self._has_answered(found.worker)
-
-    def _has_answered(self, worker: str | None) -> None:
         with self._lock:
-            self._asked[worker] -= 1
-            if not self._asked[worker]:
-                del self._asked[worker]  # workers come and go
+            asked = collections.Counter(c.worker for c in self._busy)
+            while self._idle:
+                found = min(reversed(self._idle), key=lambda c: asked[c.worker])
+                self._idle.remove(found)
+                if not found.is_closed():
+                    break
+                found.close()  # no request was lost
+            else:
+                found = _Connection(self._address)
+            self._busy.append(found)
+        return found
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Split ``host:port``; raises InvalidInputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidInputError("cannot connect", "address", address, "host:port",
+                                "pass the address that 'oper serve' prints")
+    return host.strip("[]"), int(port)
 
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
@@ -305,13 +311,6 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
         raise InvalidInputError("cannot score", name, found.dtype.name, "integers",
                                 "pass integers, e.g. ids.astype(numpy.int64)")
     return found.astype(dtype)
-
-
-def _is_closed(idle: socket.socket) -> bool:
-    """Whether the server has closed an idle connection, the only event that makes it readable."""
-    poll = select.poll()
-    poll.register(idle, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _message(data: bytes) -> str:

@@ -110,7 +110,7 @@ class Server:
         self._workers: list[_Worker] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._started = threading.Event()
+        self._starting = threading.RLock()  # held while the server starts
         self._error: Exception | None = None
         self._publishing = threading.Lock()
         self._failures = 0  # consecutive failed starts of a worker
@@ -158,23 +158,18 @@ class Server:
                               self.model.signature.key_features)
         self._counts, self._tracer = self._shared.counts, Tracer(self._shared)
         self._listener = self._bind()
-        if signals is not None:
-            signals.interrupts = False  # an exception could leave the thread running and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
-        try:
-            self._thread.start()
-            while not self._started.wait(_POLL_S):
-                if signals is not None and signals.stop:
-                    self._stop.set()
-        except BaseException:  # Ctrl-C while the workers start
-            self.stop()
-            raise
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
-        if signals is not None and self._stop.is_set():
-            self._thread.join()
-            raise KeyboardInterrupt
+        if signals is not None:
+            signals.interrupts = False  # an exception could leave a worker half started
+        with self._starting:
+            try:
+                self._start_workers(signals or Signals())
+                self._thread.start()
+            except BaseException:
+                self.stop()
+                if self._thread.ident is None:
+                    self._drain()
+                raise
         return self
 
     def publish(self, weights: Any = None) -> int:
@@ -251,8 +246,9 @@ class Server:
     def stop(self) -> None:
         """Refuse new connections, finish requests in flight and stop the workers. Idempotent."""
         self._stop.set()
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
+        with self._starting:
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -346,30 +342,42 @@ class Server:
         return OperError("cannot listen", "address", f"{self.options.host}:{self.options.port}",
                          f"a free one ({error.strerror})", "choose another host or port")
 
-    def _listen(self) -> None:
+    def _start_workers(self, signals: Signals) -> None:
+        """Start the workers; once all are ready, let them accept connections."""
         assert self._listener is not None
+        for _ in range(self.options.workers):
+            self._start_worker()
+        until = time.monotonic() + self.options.start_s
+        while not all(w.ready for w in self._workers) and not self._stop.is_set():
+            if signals.stop:
+                raise KeyboardInterrupt
+            if time.monotonic() > until:
+                raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
+                                    "all ready by then", "increase start_s")
+            self._wait()
+            for process in (w.process for w in self._workers):
+                if not process.is_alive():
+                    raise OperError("a worker could not start", "exit code", process.exitcode,
+                                    "0", "see its log above")
         try:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # two servers can bind a port, but only one can listen on it
             raise self._cannot_listen(error) from error
+        for worker in self._workers:
+            worker.accept()
 
     def _supervise(self) -> None:
-        assert self._listener is not None
         try:
-            for _ in range(self.options.workers):
-                self._start_worker()
-            self._wait_until_ready()
-            self._listen()
-            for worker in self._workers:
-                worker.accept()
-            self._started.set()
             while not self._stop.is_set():
-                self._turn()
+                for worker in self._wait():
+                    worker.accept()
+                for worker in list(self._workers):
+                    if not worker.process.is_alive():
+                        self._replace(worker)
         except Exception as error:
             self._error = error
         finally:
             self._drain()
-            self._started.set()
 
     def _start_worker(self) -> None:
         assert self._listener is not None
@@ -383,42 +391,27 @@ class Server:
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the
         # resource tracker first, since starting it unblocks these signals.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-        with theirs, allocator_settings():
-            process.start()
-        ours.setblocking(False)
-        self._workers.append(_Worker(process, ours, time.monotonic(), place))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+        try:
+            with theirs, allocator_settings():
+                process.start()
+            ours.setblocking(False)
+            self._workers.append(_Worker(process, ours, time.monotonic(), place))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _wait_until_ready(self) -> None:
-        until = time.monotonic() + self.options.start_s
-        while not all(w.ready for w in self._workers) and not self._stop.is_set():
-            self._turn()
-            if time.monotonic() > until:
-                raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
-                                    "all ready by then", "increase start_s")
-
-    def _turn(self) -> None:
-        """Wait up to `_POLL_S` seconds for events of workers, and handle them."""
+    def _wait(self) -> list[_Worker]:
+        """Wait up to `_POLL_S` seconds for events of workers; return those that became ready."""
         wait([x for w in self._workers for x in w.watched()], _POLL_S)
-        for worker in list(self._workers):
-            if not worker.ready:
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    worker.ready = worker.control.recv(1) == READY
-                if worker.ready and self._started.is_set():
-                    worker.accept()
-            if not worker.process.is_alive():
-                self._replace(worker)
+        starting = [w for w in self._workers if not w.ready]
+        for worker in starting:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                worker.ready = worker.control.recv(1) == READY
         self._counts.workers = sum(w.ready for w in self._workers)
+        return [w for w in starting if w.ready]
 
     def _replace(self, worker: _Worker) -> None:
-        """Replace a worker that has exited, after a pause if it exited before it was ready.
-
-        Raises:
-            OperError: the server is not started yet.
-        """
-        if not self._started.is_set():
-            raise OperError("a worker could not start", "exit code", worker.process.exitcode, "0",
-                            "see its log above")
+        """Replace a worker that has exited, after a pause if it exited before it was ready."""
         if worker.ready:
             log.warning("worker %d exited (exit code %s); starting another one",
                         worker.process.pid, worker.process.exitcode)

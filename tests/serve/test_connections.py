@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from oper.serve import Client, ServeOptions, Server, wire
-from oper.serve.client import _Connection, _is_closed
+from oper.serve.client import _Connection
 from tests.serve_support import Sums, expected, random_request, value_of
 from tests.support import wait_for
 
@@ -44,13 +44,12 @@ def connect(server: Server) -> socket.socket:
 def test_requests_go_to_the_worker_with_the_fewest() -> None:
     client = Client("127.0.0.1:1")
     for worker in ("x", "x", "y", "x"):
-        connection = _Connection("127.0.0.1", 1)
+        connection = _Connection("127.0.0.1:1")
         connection.worker = worker
         client._idle.append(connection)
     taken = [client._take().worker for _ in range(5)]
     assert taken == ["x", "y", "x", "x", None]  # the last used first; then a new connection
-    client._has_answered("y")
-    assert client._asked == {"x": 3, None: 1}
+    assert [c.worker for c in client._busy] == taken and not client._idle
 
 
 def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
@@ -235,9 +234,9 @@ def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
                 one.send(b"POST /v2")
         score()
     score()
-    held = [c.sock for c in client._idle]
+    held = list(client._idle)
     assert held
-    wait_for(lambda: all(map(_is_closed, held)))  # the server keeps them for KEEP_ALIVE_S
+    wait_for(lambda: all(c.is_closed() for c in held))  # the server keeps them for KEEP_ALIVE_S
     score()
     assert client.counts.requests == 48
     assert client.counts.retries == 0

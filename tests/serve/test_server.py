@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -122,8 +123,8 @@ def test_a_user_is_named_once(client: Client) -> None:
 def test_a_request_leaves_at_once_and_its_worker_is_remembered(
         server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
-    send = http.client.HTTPConnection.send
-    monkeypatch.setattr(http.client.HTTPConnection, "send",
+    send = socket.socket.sendall
+    monkeypatch.setattr(socket.socket, "sendall",
                         lambda self, data: (sent.append(data), send(self, data))[1])
     request = random_request(np.random.default_rng(0), 40)
     assert np.array_equal(client.score_request(request)[0], expected(request))
@@ -132,7 +133,7 @@ def test_a_request_leaves_at_once_and_its_worker_is_remembered(
     assert whole.endswith(b"".join(x.tobytes() for x in (request.dense, request.lengths,
                                                          request.ids)))
     assert [c.worker for c in client._idle] in [[str(p)] for p in server.worker_pids]
-    assert not client._asked
+    assert not client._busy
 
 
 def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
