@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace {
 
@@ -59,6 +60,19 @@ class Fit {
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }
 
+  // Lower bound of load g of an owner with this mass, without partial sums: convex and nondecreasing.
+  double least_load(int64_t g, double mass) const {
+    const int64_t size = 2 * f_.num_tangents;
+    const double* whole = f_.tangents + ((table_ * f_.num_classes + class_) * 2 * f_.num_loads + g) * size;
+    const double* narrow = whole + f_.num_loads * size;
+    double load = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < size; i += 2) {
+      const double none = whole[i] + along_ * (narrow[i] - whole[i]);
+      const double all = whole[i + 1] + along_ * (narrow[i + 1] - whole[i + 1]);
+      load = std::max(load, none + mass * (all - none));
+    }
+    return load;
+  }
   // Load g of all lookups; `which`: 0, 1, 2 = Limit::least, most, mean.
   double density(int64_t g, int64_t which) const {
     return along(f_.density + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures, g, which);
@@ -68,7 +82,7 @@ class Fit {
     return whole + along_ * (narrow - whole);
   }
 
-  // Whether an owner with this mass, all of it of the lightest rows, keeps all limits.
+  // Whether an owner with this mass, of the rows that load it least, keeps all limits.
   bool fits(double mass) const {
     const int64_t G = f_.num_loads;
     const double* partial = f_.partial + (table_ * f_.num_classes + class_) * G;
@@ -78,7 +92,7 @@ class Fit {
     for (int64_t phase = 0; phase < G; phase += kGroups) {
       double busy = 0;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double load = mass * density(g, 0) - (mass == 1 ? asks[g] : 0.0) + bytes * partial[g];
+        const double load = least_load(g, mass) - (mass == 1 ? asks[g] : 0.0) + bytes * partial[g];
         if (load > f_.most[g]) return false;
         busy = std::max(busy, load + f_.floor[class_ * G + g]);
       }

@@ -248,7 +248,7 @@ class Pricing {
       const double left = mass_all_ - mass;
       return (mass > 0 ? sums_cost(j, one, mass) : 0.0) + (left > 0 ? sums_cost(j, two, left) : 0.0);
     };
-    const auto kinks = [&](double, double, auto visit) {
+    const auto kinks = [&](double, double, auto visit) {  // all of them; `walk` drops those outside the block
       for (int64_t i = 1; i <= kFew; ++i)
         visit(double(i) * full_of(j, one)), visit(mass_all_ - double(i) * full_of(j, two));
     };

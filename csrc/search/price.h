@@ -16,10 +16,11 @@ struct OperSums {
 // Largest mass of one owner, by type of piece; see `Pieces.fit`.
 struct OperFit {
   OperArgument argument;
-  int64_t num_tables, num_classes, num_loads;  // T, C, G (phases x 5)
+  int64_t num_tables, num_classes, num_loads, num_tangents;  // T, C, G (phases x 5), L
   OperSums sums;
   // Third axis: pieces of all columns, and of the narrowest width; see `Pieces._set_loads`.
   const double* density;  // [T, C, 2, G, 3], load of all lookups: to the lightest block, heaviest, as are
+  const double* tangents; // [T, C, 2, G, L, 2], lower bounds of an owner's load: values at mass 0 and 1
   const double* per_unit; // [T, C, 2, G, 3], load of a unit of each feature except rows
   const double* asks;     // [T, C, G], the part of the loads that an owner of all rows does not have
   const double* partial;  // [T, C, G], load of a byte of partial sums

@@ -9,13 +9,13 @@ namespace oper::search {
 
 // to[b] = once[b] + times more[b]
 static OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
-                       int64_t n) {
+                              int64_t n) {
   for (int64_t b = 0; b < n; ++b) to[b] = once[b] + times * more[b];
 }
 
 // least[b] = min(least[b], cost[b] + weight ids[b])
 static OPER_CLONES void lower(double* __restrict least, const double* cost, const double* ids,
-                       double weight, int64_t n) {
+                              double weight, int64_t n) {
   for (int64_t b = 0; b < n; ++b) {
     const double x = cost[b] + weight * ids[b];
     least[b] = x < least[b] ? x : least[b];
@@ -41,8 +41,8 @@ static OPER_CLONES double spare(double* __restrict gain, const double* fixed, in
 
 // Over the blocks found in class `which` (0: in any): sums of cost - fixed, of ids and of least.
 static OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
-                        const double* ids, const double* least, int64_t n, double* total, double* mass,
-                        double* sums) {
+                               const double* ids, const double* least, int64_t n, double* total, double* mass,
+                               double* sums) {
   constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
   double totals[kSums] = {}, masses[kSums] = {}, leasts[kSums] = {};
   const auto add = [&](int64_t b, int64_t i) {

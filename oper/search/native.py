@@ -14,7 +14,7 @@ from oper.errors import MissingDependencyError
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-VERSION = 2  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
+VERSION = 3  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
 
 
 class Sums(ctypes.Structure):
@@ -34,9 +34,10 @@ class Fit(Argument):
     """`OperFit` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((n, _int) for n in ("num_tables", "num_classes", "num_loads")), ("sums", Sums),
-        *((n, _array) for n in ("density", "per_unit", "asks", "partial", "first", "total_ids",
-                                "narrow", "floor", "most")),
+        *((n, _int) for n in ("num_tables", "num_classes", "num_loads", "num_tangents")),
+        ("sums", Sums),
+        *((n, _array) for n in ("density", "tangents", "per_unit", "asks", "partial", "first",
+                                "total_ids", "narrow", "floor", "most")),
         ("step", _double), *((n, _array) for n in ("mass", "least_sums", "whole"))]
 
 

@@ -35,6 +35,7 @@ _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are t
 _BISECTIONS = 40
 _FEW_OWNERS = 9  # of each of two classes, up to which both have exact partial sums; the search: 8
 _ROUNDING = 1e-9
+_MASSES = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # at which tangents bound an owner's load
 #: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
 #: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
@@ -141,7 +142,10 @@ class TableCosts:
 
         Attributes:
             unit: float64 [N, C, 3, P, 5], unit loads of the types of pieces considered.
-            low: float64 [N, C, P, 5], load if all lookups were to the rows that load least.
+            lines: float64 [T, 6, 2, 2, C, P, 5], lower bounds of an owner's load, without partial
+                sums, that are linear in its mass: the tangents at `_MASSES` (second axis) of a
+                piece of all columns and of the narrowest (third), at mass 0 and 1 (fourth).
+            along: float64 [N], position of a width between all columns (0) and the narrowest (1).
             spared: float64 [T, C, P, 5], load of own requests, which an owner of all rows saves.
             ratio: float64 [T, C, G, G], ratio[.., i, j] = least quotient (load j) / (load i) of
                 any piece, for all pairs of the G loads; infinite if the class may own no piece.
@@ -152,7 +156,8 @@ class TableCosts:
         share = self.share.reshape(-1, 1, 1, 1, 1)
         self.unit = share * each[self.of, 0] + (1 - share) * each[self.of, 1]
         self.unit[:, :, 0] += self.asks[self.of, None, None, None] * asks
-        self.low = np.zeros((self.of.size, *partial.shape[1:]))
+        self.lines = np.zeros((len(self.tables), len(_MASSES), 2, 2, *partial.shape[1:]))
+        self.along = np.zeros(self.of.size)
         number = asks[0].size
         self.top = np.zeros((len(self.tables), len(asks), number))
         self.ratio = np.full((*self.top.shape, number), np.inf)
@@ -161,7 +166,6 @@ class TableCosts:
             blocks = t.blocks[t.blocks[:, IDS] > 0, IDS:]
             by_block = np.einsum("bf,ncfpg->nbcpg", blocks / blocks[:, :1] * self.total[k],
                                  self.unit[n])
-            self.low[n] = by_block.min(axis=1)
             whole = np.einsum("f,ncfpg->ncpg", t.total[IDS:], self.unit[n]) - self.spared[k]
             wide = np.flatnonzero(self.width[n] >= min(NARROWEST, self.dims[k]))
             ends = wide[[0, min(1, wide.size - 1)]]  # the widest, and the narrowest
@@ -172,6 +176,9 @@ class TableCosts:
             may = self.may["push"][k] | (not self.asks[k])
             self.ratio[k][may] = found.min(axis=0)[may]
             share = (blocks[:, 0] / self.total[k]).reshape(-1, 1, 1, 1)
+            self.lines[k] = _tangents(by_block[ends], share)
+            widest, narrowest = self.width[n[ends]]
+            self.along[n] = (widest - self.width[n]) / max(1, widest - narrowest)
             most = (np.maximum(by_block[ends], 0.0) * share).sum(axis=1).max(axis=0)
             self.top[k] = (most + partial[k] * self.sums[k, -1]).reshape(self.top[k].shape)
 
@@ -264,10 +271,15 @@ class TableCosts:
         """The largest share of its table's lookups that one owner of each pushed piece `at` may
         hold within the leaf's limits, by class of the owner; float64 [n, C], 0 if none fits."""
         part, partial = self.share[at][:, None, None, None], self.partial[self.of[at]]
+        along = self.along[at].reshape(-1, 1, 1, 1, 1, 1)
+        ends = self.lines[self.of[at]]
+        lines = ends[:, :, 0] + along * (ends[:, :, 1] - ends[:, :, 0])  # [n, L, 2, C, P, 5]
+        none, slope = lines[:, :, 0], lines[:, :, 1] - lines[:, :, 0]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
             sums = self._sums(self.of[at], share)[..., None, None]
-            load = share[..., None, None] * self.low[at] - spared + part * sums * partial
+            rows = (none + share[:, None, :, None, None] * slope).max(axis=1)
+            load = rows - spared + part * sums * partial
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
             return np.asarray((load <= leaf.most * (1 + _ROUNDING)).all(axis=(-1, -2))
                               & (step <= leaf.step_us * (1 + _ROUNDING)))
@@ -468,6 +480,35 @@ class TableCosts:
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Number of full owners, not counting the last one, which holds the remainder."""
     return np.floor(share / most * (1 - _ROUNDING))
+
+
+def _tangents(by_block: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Lower bounds of an owner's load, linear in its mass; float64 [6, 2, 2, C, P, 5], see
+    `TableCosts.lines`.
+
+    An owner of a given mass loads itself least with the rows that have the least load per lookup.
+    That least load is a convex function of the mass, and its tangents lie below it. They are made
+    nondecreasing in the mass, and in the width.
+
+    Args:
+        by_block: float64 [2, B, C, P, 5], load if all lookups were to a block, of the widest and
+            the narrowest piece.
+        share: float64 [B, 1, 1, 1], share of the lookups that are to the block.
+    """
+    order = by_block.argsort(axis=1)
+    each, part = (np.take_along_axis(x, order, axis=1) for x in (by_block, share + 0 * by_block))
+    end, load = np.cumsum(part, axis=1), np.cumsum(part * each, axis=1)
+    least = np.minimum(load.min(axis=1), 0.0)
+    out = []
+    for mass in _MASSES:
+        # The block that an owner of this mass has in part; the last one if rounding leaves none.
+        b = np.minimum((end <= mass).sum(axis=1, keepdims=True), by_block.shape[1] - 1)
+        slope, last, value = (np.take_along_axis(x, b, axis=1)[:, 0] for x in (each, end, load))
+        begin = np.where(slope > 0, value - slope * last, least)
+        out.append([begin, begin + np.maximum(slope, 0.0)])
+    lines = np.swapaxes(np.array(out), 1, 2)  # [6, 2, 2, C, P, 5]
+    lines[:, 1] = lines.min(axis=1)
+    return lines
 
 
 def _widths(dim: int, cut: bool) -> np.ndarray:

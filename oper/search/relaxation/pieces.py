@@ -30,6 +30,7 @@ _RATIO = 1.05  # largest ratio of two widths of the same type, if there are more
 _FEW = 30  # tables, up to which every width is a type of its own
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6  # the least of these shares; below it, sums are taken to be proportional
+_TANGENTS = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # masses at which an owner's least load is tabulated
 _ROUNDING = 1e-9  # relative tolerance within which an owner is full
 
 
@@ -133,12 +134,15 @@ class Pieces:
             per_unit: float64 [T, C, 2, G, 3], load of a unit of each feature except rows.
             density: float64 [T, C, 2, G, 3], load if all lookups were to the block with the least
                 load per id; to the block with the largest load per id; and as they are.
+            tangents: float64 [T, C, 2, G, L, 2], values at mass 0 and 1 of lower bounds of the load
+                of an owner that are linear in its mass, see `_least_loads`.
             asks: float64 [T, C, G], part of these loads for the ids that the owner pushes to
                 itself, which an owner of all rows does not have.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
         shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
         self.per_unit, self.density = np.zeros(shape), np.zeros(shape)
+        self.tangents = np.zeros((*shape[:-1], len(_TANGENTS), 2))
         self.by_block: list[np.ndarray] = []  # [C, 2, G, B] each
         whole, least = self.units.of(PUSH)[[WHOLE, ANY]]
         narrow = np.array([w[-1][0] / w[0][0] for w in self.widths]).reshape(-1, 1, 1)
@@ -156,6 +160,7 @@ class Pieces:
             self.by_block.append(by_block)
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
+            self.tangents[k] = _least_loads(by_block, blocks[:, IDS] / t.total[IDS])
 
     def _more(self, units: np.ndarray) -> np.ndarray:
         """Load of a unit of every feature except rows on its owner; of own time, only the excess
@@ -171,14 +176,15 @@ class Pieces:
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
         whole = np.zeros(shape, np.uint8)
         if self.tables:
-            arrays = {"density": self.density, "per_unit": self.per_unit, "asks": self.asks,
-                      "partial": self.partial,
+            arrays = {"density": self.density, "tangents": self.tangents,
+                      "per_unit": self.per_unit, "asks": self.asks, "partial": self.partial,
                       "first": self.first, "total_ids": np.array([t.total[IDS]
                                                                   for t in self.tables]),
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
                       "mass": mass, "least_sums": least_sums, "whole": whole}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
-                        num_loads=self.density.shape[-2], sums=self.native_sums, step=limits.step)
+                        num_loads=self.density.shape[-2], num_tangents=len(_TANGENTS),
+                        sums=self.native_sums, step=limits.step)
         return Fit(self, mass, least_sums, whole.astype(bool))
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
@@ -262,6 +268,37 @@ class Pieces:
         has = self._most * (1 + _ROUNDING) >= least
         found = np.where(has[..., None], self._ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0)
+
+
+def _least_loads(by_block: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Lower bounds, linear in an owner's mass, of its load without partial sums.
+
+    An owner of a given mass has the least load if it has the rows with the least load per lookup.
+    This load is convex in the mass, so that its tangents are lower bounds. An owner of more mass is
+    not assumed to have a smaller load: a falling tangent is replaced by the least load of any mass.
+    Nor are wider pieces: tangents of the narrowest pieces are lowered to those of all columns.
+
+    Args:
+        by_block: float64 [..., 2, G, B], load if all lookups were to rows of a block, of pieces of
+            all columns and of the narrowest pieces.
+        share: float64 [B], share of the lookups that are to rows of a block; their sum is 1.
+
+    Returns:
+        float64 [..., 2, G, L, 2], values at mass 0 and 1 of the tangents at the masses `_TANGENTS`.
+    """
+    order = by_block.argsort(axis=-1)
+    slope = np.take_along_axis(by_block, order, axis=-1)
+    mass, load = (np.pad(np.cumsum(x, axis=-1), [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+                  for x in (share[order], share[order] * slope))
+    out = np.zeros((*by_block.shape[:-1], len(_TANGENTS), 2))
+    for n, at in enumerate(_TANGENTS):
+        b = (mass[..., :-1] <= at).sum(axis=-1, keepdims=True) - 1  # the block that contains `at`
+        begin, value, each = (np.take_along_axis(x, b, axis=-1)[..., 0]
+                              for x in (mass, load, slope))
+        first = np.where(each > 0, value - each * begin, load.min(axis=-1))
+        out[..., n, :] = np.stack([first, first + np.maximum(each, 0.0)], axis=-1)
+    out[..., 1, :, :, :] = out.min(axis=-4)
+    return out
 
 
 class Fit:

@@ -261,6 +261,8 @@ class Annealing:
         relaxed = self.bound.total()
         num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
+        # Pieces are made wider until there are no more than ranks that may own them.
+        assert may[table[features[:, ROWS] > 0]].any(axis=1).all(), "no rank may own such rows"
         of_parts = {"first": self.first[:-1], "num_candidates": np.diff(self.first),
                     "may_split": may_split.astype(np.uint8),
                     "may_stripe": np.array(["striped" in p for p in places], np.uint8),
