@@ -244,10 +244,10 @@ def test_tighter_limits_raise_the_bound():
     assert (np.diff(masses) <= 0).all() and masses[-1] < masses[0]
 
 
-@pytest.mark.parametrize("name", ["gpus", "unequal"])
+@pytest.mark.parametrize("name", ["gpus", "unequal", "hosts"])
 def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
     """Owners have the rows that load them least in one phase and group, as many as a limit admits.
-    The largest mass is close to the least of theirs, and never below any."""
+    The largest mass is never below theirs, and on a single host mostly close to it."""
     relaxation = Relaxation(CostModel(stated(2, name)))
     pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
     fit, seen, tight = pieces.fit(LoadLimits(np.zeros(shape), np.full(shape, 2.0))), 0, 0
@@ -269,7 +269,7 @@ def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
                 assert max(most) <= mass * (1 + 1e-9)
                 seen += 0 < mass < 1
                 tight += 0 < mass < 1 and max(most) > 0.7 * mass
-    assert seen > 5 and tight > 0.5 * seen
+    assert seen > 5 and (name == "hosts" or tight > 0.5 * seen)
 
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
