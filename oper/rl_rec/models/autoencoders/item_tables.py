@@ -129,7 +129,8 @@ class Candidates:
         if num_items < 2 or num_sampled < 0:
             raise InvalidInputError("cannot draw items", "num_items, num_sampled",
                                     (num_items, num_sampled),
-                                    ">= 2 rows (row 0 is padding), >= 0 draws", "correct the configuration")
+                                    ">= 2 rows (row 0 is padding), >= 0 draws",
+                                    "correct the configuration")
         sampler = NegativeSampler(num_items, num_sampled)
         self.all = num_sampled == 0
         self.items = sampler.draw(device)
