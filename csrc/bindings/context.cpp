@@ -3,9 +3,12 @@
 // Python describes the tables' placement (addresses, maps, head maps), which is copied or
 // referenced here; see common/description.h.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -132,7 +135,8 @@ int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arr
 // `domain`: the ranks of this memory domain, ascending; `pidfds`: of these ranks, see Barrier.
 void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> domain,
                          std::vector<int64_t> pidfds, int64_t deadline_ms) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   context.domain.assign(domain.begin(), domain.end());
   const auto mine = std::find(domain.begin(), domain.end(), context.rank) - domain.begin();
   context.barrier = std::make_unique<Barrier>(
@@ -146,7 +150,8 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   ExchangeSetup setup;
   setup.messages.local.assign(static_cast<size_t>(context.world_size), false);
   for (int64_t r : domain) setup.messages.local[r] = true;
@@ -168,7 +173,8 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
 
 // Bytes sent since the last reset, [kNumSent][W], see enum Sent; empty in a single domain.
 std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   if (!context.exchange) return {};
   Messages& messages = context.exchange->messages;
   return reset ? messages.take_sent() : messages.sent_bytes;
@@ -177,7 +183,8 @@ std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
 // Sets whether rows of peers are copied once per batch, see host/exchange/peer_rows.h. `choice`:
 // PeerRows::Choice; `costs`: float64 [3], PullCosts.
 void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   const double* c = static_cast<const double*>(costs.data_ptr());
   const auto kind = static_cast<PeerRows::Choice>(choice);
   context.peer_rows = kind == PeerRows::kNever
@@ -188,7 +195,8 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
 // [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they
 // are copied. Empty if they never are.
 std::vector<int64_t> context_duplication(int64_t handle) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   if (!context.peer_rows) return {};
   const auto& tables = context.peer_rows->tables;
   std::vector<int64_t> result(3 * tables.size());
@@ -203,29 +211,31 @@ std::vector<int64_t> context_duplication(int64_t handle) {
 // Waits for the ranks of this memory domain. `phase`: see oper/shmem/group/desync.py. Returns a
 // Status.
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   if (!context.barrier) return {0, -1};
   const Status found = context.barrier->arrive(static_cast<uint32_t>(phase));
   return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }
 
 // Nanoseconds of the last batch by phase, see enum Phase.
-std::vector<int64_t> context_phases(int64_t handle) { return context_of(handle).times.last_ns(); }
+std::vector<int64_t> context_phases(int64_t handle) { return context_of(handle)->times.last_ns(); }
 
 // Histograms of all batches since the last reset, see `PhaseTimes::histograms`.
 std::vector<int64_t> context_phase_histograms(int64_t handle, bool reset) {
-  return context_of(handle).times.histograms(reset);
+  return context_of(handle)->times.histograms(reset);
 }
 
 // See PhaseTimes::trace and take_spans.
-void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trace(most); }
+void context_trace(int64_t handle, int64_t most) { context_of(handle)->times.trace(most); }
 
-std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
+std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle)->times.take_spans(); }
 
 // Numbers of forward and of backward passes, then of what was read, [kNumMoved][T][W], see
 // host/counters/traffic.h; since the last reset.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   std::vector<int64_t> result = context.moved();
   result.insert(result.begin(), std::begin(context.num_passes), std::end(context.num_passes));
   if (reset) context.reset_moved();
@@ -234,28 +244,32 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
 
 // See Barrier::positions. Empty if this memory domain has a single rank.
 std::vector<int64_t> context_positions(int64_t handle) {
-  const Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  const Context& context = *held;
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
 }
 
 // See Messages::last_phases. Empty in a single domain.
 std::vector<int64_t> context_last_phases(int64_t handle) {
-  const Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  const Context& context = *held;
   return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
 // See Barrier::give_up.
 void context_give_up(int64_t handle, int64_t verdict) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   if (context.barrier) context.barrier->give_up(verdict);
 }
 
-void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
+void context_mark_changes(int64_t handle, bool on) { context_of(handle)->mark_changes(on); }
 
 // Slots of a table whose rows have changed since the last call, ascending, uint32 [n] stored as
 // int32.
 Tensor context_take_changes(int64_t handle, int64_t table) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
                   "internal: no such table");
   Tensor out = pooled_tensor(ScalarType::Int, {context.num_changes(table)});
@@ -330,7 +344,8 @@ void decode_rows(Tensor from, int64_t bits, Tensor rows) {
 // update has kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers;
 // the same of pushed tiers.
 std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   STD_TORCH_CHECK(context.num_left == 1, "internal: kept gradients are not those of one batch");
   const Table& of = context.tables.at(table);
   Tensor out[4];
@@ -348,7 +363,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t 
 
 // Replaces the sums that `context_kept` returns, of pulled tiers or, if `pushed`, of pushed tiers.
 void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   Table& of = context.tables.at(table);
   const int64_t n = slots.numel();
   STD_TORCH_CHECK(context.num_left == 1 && slots.is_contiguous() && rows.is_contiguous() &&
@@ -362,7 +378,12 @@ void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tens
   kept.rows.assign(floats, floats + n * of.dim);
 }
 
-void context_close(int64_t handle) { contexts().close(handle); }
+void context_close(int64_t handle) {
+  const auto closed = contexts().close(handle);
+  // Lookups on other threads may still read the arenas, which the caller unmaps next.
+  while (closed.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  std::atomic_thread_fence(std::memory_order_acquire);
+}
 
 }  // namespace
 

@@ -100,7 +100,8 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> coun
   int64_t table = -1;
   const auto left = tables->leave(seen, &table);
   if (left == KeyTables::Left::kAll && context) {
-    Context& of = context_of(*context);
+    const auto held = context_of(*context);
+    Context& of = *held;
     of.beside_update = {[tables, flags = flags_of(*tables, frozen)] { tables->update(flags); },
                         [tables, &of] { tables->begin_rows(of); }};
   }

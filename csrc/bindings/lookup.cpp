@@ -187,7 +187,8 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t batch_size, bool pooled, bool with_order) {
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(), nothing(), nothing(), kBadBatch, fault};
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   const int64_t begin_ns = PhaseTimes::now_ns();
   Tensor offsets;
   if (!make_offsets(lengths, ids.numel(), &offsets))
@@ -222,7 +223,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(), nothing(), kBadBatch, fault};
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   PhaseClock clock(context);
   Tensor offsets;
   const int64_t n = lengths.numel();
@@ -324,7 +326,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   const int64_t size = dense.size(0), dim = dense.size(1);
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), kBadBatch, fault};
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   PhaseClock clock(context);
   check_interaction(context, dense);
   const int64_t rows = context.output_columns / dim + 1;
@@ -348,7 +351,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
   const int64_t size = dense.size(0), dim = dense.size(1);
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   PhaseClock clock(context);
   check_interaction(context, dense);
   STD_TORCH_CHECK(first.numel() == size, "internal: expected a first sample for every sample");
@@ -376,7 +380,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
 std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
                                                             Tensor offsets, Tensor weights,
                                                             Tensor key_of, int64_t batch_size) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   const Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, true});
   Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
   const Status status =
@@ -410,7 +415,8 @@ std::tuple<int64_t, int64_t> lookup_backward(
     Tensor optimizers, double gradient_scale,
     std::optional<Tensor> addresses, std::optional<Tensor> order, int64_t updates,
     std::optional<Tensor> bags, std::optional<Tensor> samples) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==
                           static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
@@ -447,15 +453,15 @@ std::tuple<int64_t, int64_t> lookup_backward(
 
 // See `refuse_forward`, `skip` and `refuse_backward` in host/context.h.
 void lookup_refuse(int64_t handle, bool collective) {
-  refuse_forward(context_of(handle), collective);
+  refuse_forward(*context_of(handle), collective);
 }
 
-void lookup_skip(int64_t handle) { skip(context_of(handle)); }
+void lookup_skip(int64_t handle) { skip(*context_of(handle)); }
 
-void lookup_refuse_update(int64_t handle) { refuse_backward(context_of(handle)); }
+void lookup_refuse_update(int64_t handle) { refuse_backward(*context_of(handle)); }
 
 // Drops the gradients that `leave` has kept since the last update.
-void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
+void lookup_forget(int64_t handle) { context_of(handle)->num_left = 0; }
 
 // ---- memory ------------------------------------------------------------------------------------
 

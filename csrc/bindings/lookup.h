@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "common/handles.h"
@@ -18,7 +19,11 @@ struct Owned {
 };
 
 inline Handles<Owned>& contexts() { return all_handles<Owned>(); }
-inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
+// The context of open tables, which `context_close` keeps as long as the caller holds it.
+inline std::shared_ptr<Context> context_of(int64_t handle) {
+  const auto owned = contexts().share(handle);
+  return {owned, &owned->context};
+}
 
 // An uninitialised tensor of float32, int32, int64 or bytes in memory of `pool_take`, see
 // host/memory.h.

@@ -56,7 +56,8 @@ bool are_own_rows(Tensor rows) {
 // the number of bags of each key.
 std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
                                        Tensor key_of, int64_t num_bags) {
-  Context& context = context_of(handle);
+  const auto held = context_of(handle);
+  Context& context = *held;
   SampleGradients shared = gradients_of(grad, samples, key_of);
   for (int64_t f = 0; f < shared.samples.num_features; ++f)
     if (shared.samples.kind(f, int64_data(bags)[int64_data(key_of)[f]]).is_outside)

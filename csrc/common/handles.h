@@ -36,7 +36,6 @@ class Handles {
     objects_[next_] = std::move(object);
     return next_++;
   }
-  Object& at(int64_t handle) { return *share(handle); }
   // Shared ownership: the object stays valid even if another thread closes the handle meanwhile.
   std::shared_ptr<Object> share(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -44,9 +43,11 @@ class Handles {
     STD_TORCH_CHECK(found != objects_.end(), "sharded tables used after they were closed");
     return found->second;
   }
-  void close(int64_t handle) {
+  // Returns the object, null if the handle is closed already.
+  std::shared_ptr<Object> close(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
-    objects_.erase(handle);
+    auto found = objects_.extract(handle);
+    return found ? std::move(found.mapped()) : nullptr;
   }
   // Whether a handle, open or closed, belongs to this back end.
   bool is_one(int64_t handle) const { return handle >> 32 == first_ >> 32; }

@@ -33,11 +33,11 @@ def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor
             row = cause. Its weights are fitted to the labels by least squares.
 
     Raises:
-        ValueError: `edges` without `shares`: concepts that are not known have no known graph.
+        InvalidInputError: `edges` without `shares`: only known concepts have a known graph.
     """
     k = config.num_concepts
     if shares is None and edges is not None:
-        raise ValueError("edges without shares: expected both, or neither")
+        raise InvalidInputError("edges without shares: expected both, or neither")
     if shares is None and config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
     if shares is None:

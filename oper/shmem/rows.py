@@ -13,7 +13,7 @@ from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group
-from oper.shmem.group.turns import Turns
+from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.keys.directories import Keys
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.memory.quantise import as_rows, dequantise
@@ -156,6 +156,7 @@ class LogicalRows:
         """
         return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
 
+    @in_turn
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
              ) -> torch.Tensor:
         """Return a copy of the rows with ids `[begin, end)`.
@@ -207,6 +208,7 @@ class LogicalRows:
         """
         return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 
+    @in_turn
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
                ) -> None:
         """Copy columns of rows, given by ids in any order, to `out`.
@@ -223,6 +225,7 @@ class LogicalRows:
         for piece in self.pieces_of(table, part):
             self.gather_piece(piece, ids, part, columns, out)
 
+    @in_turn
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
         """Copy those of the `columns` that one piece (index of a directory) holds; see `gather`.
@@ -314,6 +317,7 @@ class LogicalRows:
         return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank),
                                     self.phase)
 
+    @in_turn
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
               column: int = 0) -> None:
         """Write rows `[begin, begin + n)`; every rank stores the rows that it owns.
@@ -335,6 +339,7 @@ class LogicalRows:
             ids = np.arange(begin + at, begin + at + chunk.shape[0])
             self.scatter(table, ids, chunk, part, column)
 
+    @in_turn
     def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
                 column: int = 0) -> None:
         """Write rows given by ids in any order; otherwise like `write`.

@@ -266,13 +266,23 @@ class ShardedTables(TableUpdates, MeasuredTables):
                         batch = self.turns.parts.looked_up(batch)
                     return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                           batch.weights, self, batch)
-            at_once = self.lookups_at_once and self._exchange is None
-            with contextlib.nullcontext() if at_once else self.turns.lock:
-                out, offsets = self.forward(batch)
+            out, offsets = self.forward_alone(batch)
         except RuntimeError:
             refuse_transforms()
             raise
         return by_feature(out, batch, offsets) if batch.apart else out
+
+    def forward_alone(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` without gradients, while other threads may train or move the tables."""
+        at_once = self.lookups_at_once and self._exchange is None
+        with contextlib.nullcontext() if at_once else self.turns.lock:
+            handle = self.handle
+            try:
+                return self.forward(batch)
+            except RuntimeError:
+                if handle == self.handle:
+                    raise
+                return self.forward(batch)  # the tables were closed, moved by another thread
 
     def is_trained(self) -> bool:
         """Whether lookups need a backward pass: to update tables or, until all ranks are known to
@@ -456,10 +466,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def take_over(self, other: ShardedTables) -> None:
         """Replace plan and arenas by those of `other`, which must not be used afterwards."""
         with self._resolving:
-            self._release()
+            release = self._release
             other._release.detach()
             for name in self._plan_attributes:
                 setattr(self, name, getattr(other, name))
+            release()  # now that lookups on other threads begin with the new plan
             if self.pull is not False:
                 choose_pull(self, self.pull)
             self.trace_phases(self._most_spans)

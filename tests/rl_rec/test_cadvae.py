@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from oper.errors import InvalidInputError
 from oper.rl_rec.models.autoencoders.cadvae import (
     CaDVAE,
     CaDVAEConfig,
@@ -87,7 +88,7 @@ def test_an_intervention_changes_the_concept_and_its_descendants_alone(layer: st
             assert torch.equal(after[:, k], torch.full_like(z[:, k], 3.0))
             # Setting a concept to its own value changes nothing.
             assert torch.allclose(model.intervene(z, k, z[:, k]), z, atol=1e-5)
-    with pytest.raises(ValueError, match="concept 4"):
+    with pytest.raises(InvalidInputError, match="concept 4"):
         model.intervene(z, K, z[:, 0])
 
 
@@ -324,7 +325,7 @@ def test_bad_concepts_are_refused() -> None:
             (Concepts(good, torch.tensor([[0, 1.0], [1.0, 0]])), "cycle"),
             (Concepts(good, torch.zeros(2, 2), torch.zeros(3), torch.ones(2)), "label_mean"),
             (Concepts(good, torch.zeros(2, 2), activity=torch.zeros(3)), "activity")):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(InvalidInputError, match=match):
             CaDVAE(NUM_ITEMS, config, concepts)
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(InvalidInputError, match="rows"):
         Candidates(1, 0, CPU)

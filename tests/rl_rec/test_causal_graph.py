@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from oper.errors import InvalidInputError
 from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
     acyclicity,
@@ -64,7 +65,7 @@ def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
 
 
 def test_a_cycle_is_named() -> None:
-    with pytest.raises(ValueError, match=r"cycle among concepts \[0, 1\]"):
+    with pytest.raises(InvalidInputError, match=r"cycle among concepts \[0, 1\]"):
         topological_order(torch.tensor([[False, True, False], [True, False, True],
                                         [False, False, False]]))
 
@@ -91,9 +92,9 @@ def test_labels_that_sum_to_one_still_give_an_acyclic_graph() -> None:
 
 
 def test_bad_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="labels"):
+    with pytest.raises(InvalidInputError, match="labels"):
         fit_graph(torch.full((3, 2), float("nan")))
-    with pytest.raises(ValueError, match="labels"):
+    with pytest.raises(InvalidInputError, match="labels"):
         fit_graph(torch.zeros(0, 2))
-    with pytest.raises(ValueError, match="order"):
+    with pytest.raises(InvalidInputError, match="order"):
         fit_graph(torch.zeros(3, 2), order=[0, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,6 +194,30 @@ def test_lookups_without_gradients_do_not_wait() -> None:
         thread.start()
         thread.join(60)
     assert found[0].shape == (4, DIM)
+
+
+@pytest.mark.parametrize("how", ["lookup", "read"])
+def test_tables_move_while_another_thread_reads(how: str) -> None:
+    """No arena is unmapped while a lookup or a copy of rows still reads it."""
+    tables = ShardedTables(uniform_plan([replace(_spec("sgd"), num_rows=50_000)], 1), [("t", "t")],
+                           SingleGroup(), SGD(lr=1))
+    tables.write("t", torch.arange(50_000.0)[:, None].expand(-1, DIM))
+    ids = torch.arange(50_000)
+    done = threading.Event()
+
+    def body(thread: int) -> None:
+        if thread == 0:
+            try:
+                for _ in range(15):
+                    tables.migrate(tables.plan)
+            finally:
+                done.set()
+        while not done.is_set():
+            with torch.no_grad():
+                found = tables.lookup(bags_of_one(ids)) if how == "lookup" else tables.read("t")
+            assert torch.equal(found[:, 0], ids.float())
+
+    _at_once(3, body)
 
 
 def test_concurrent_lookups_with_deduplicated_pull() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -18,7 +19,7 @@ import oper
 from oper.errors import OperError, PeerLostError
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
-from tests.world_support import run_world
+from tests.world_support import run_world, world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
@@ -134,6 +135,26 @@ def _one_closes(rank: int, world_size: int) -> list[float]:
 def test_ranks_that_close_at_different_times_shard_again() -> None:
     first, second = run_world(2, _one_closes, labels="ab")
     assert first == second
+
+
+def _is_killed(rank: int, world_size: int) -> float:
+    """Rank 0 forks a child, which runs on, and is killed; returns how long rank 1 waits for it."""
+    model = _sharded()
+    _train(model)
+    if rank == 0:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank=0"):
+        _train(model)
+    return time.monotonic() - begun
+
+
+def test_a_killed_rank_is_missed_although_its_child_lives() -> None:
+    with world(2, _is_killed, labels="ab") as running:
+        assert running.receive(1) < 4
 
 
 def _leaves_early(rank: int, world_size: int) -> bool:

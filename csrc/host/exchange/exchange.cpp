@@ -67,7 +67,8 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
       void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (data == MAP_FAILED) throw std::bad_alloc();
-      mapped_.emplace_back(data, bytes);
+      std::unique_ptr<void, Unmap> mapped(data, {bytes});
+      mapped_.push_back(std::move(mapped));
       table.squares[r] = static_cast<float*>(data);
     }
     bool is_remote = false, pulls_remote = false;
@@ -82,9 +83,7 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
   }
 }
 
-Exchange::~Exchange() {
-  for (const auto& [data, bytes] : mapped_) munmap(data, bytes);
-}
+void Exchange::Unmap::operator()(void* data) const { munmap(data, bytes); }
 
 int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes,
                            void* recv, const int64_t* recv_bytes) {

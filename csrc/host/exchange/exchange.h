@@ -35,7 +35,6 @@ struct ExchangeSetup {
 class Exchange {
  public:
   Exchange(Context& context, ExchangeSetup setup);
-  ~Exchange();
 
   // Whether a table has rows on remote ranks or, if `pulled`, such rows in pulled tiers.
   bool has_remote_rows(const Table& table, bool pulled) const {
@@ -152,9 +151,13 @@ class Exchange {
     const char* gathered = nullptr;  // its rows that this rank has pulled
   };
   std::vector<Pair> pairs_;  // [W * T]
-  std::vector<std::vector<char>> mirrors_;        // outbox headers of remote ranks
-  std::vector<std::pair<void*, size_t>> mapped_;  // for squares of remote ranks
-  const uint32_t nothing_[2] = {0, 0};            // an empty list of slots
+  std::vector<std::vector<char>> mirrors_;  // outbox headers of remote ranks
+  struct Unmap {
+    size_t bytes;
+    void operator()(void* data) const;
+  };
+  std::vector<std::unique_ptr<void, Unmap>> mapped_;  // for squares of remote ranks
+  const uint32_t nothing_[2] = {0, 0};                // an empty list of slots
 };
 
 }  // namespace oper::host

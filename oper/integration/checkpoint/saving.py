@@ -189,8 +189,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
             if isinstance(t, ShardedTables) and t.keys is not None:
-                for name in t.keys.tables:  # after the records of the deltas
-                    t.keys.set_clock(name, t.keys.clock(name))
+                t.keys.flush()  # after the records of the deltas
             t.flush_replicas()
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)

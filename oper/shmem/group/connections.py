@@ -10,6 +10,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 
 from oper.errors import OperError
 from oper.shmem.group.groups import Group
@@ -51,8 +52,22 @@ def connect(group: Group) -> dict[int, socket.socket]:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _OPEN.update(peers.values())
     group.all_gather(None)
     return peers
+
+
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies, so that peers notice at once when the parent ends: the child,
+    for example a worker of a DataLoader, may run on."""
+    for connection in list(_OPEN):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _accept(peers: dict[int, socket.socket], server: socket.socket, token: bytes, group: Group

@@ -271,6 +271,11 @@ class Keys:
         do lookups of tables in device memory find these."""
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
+    def flush(self) -> None:
+        """Make all records that were written visible to lookups, without restoring clocks."""
+        for name in self.tables:
+            self.set_clock(name, self.clock(name))
+
     def _records(self, writes: bool = False, own: bool = False) -> int:
         """Return the handle by which operators read or write records in host memory; with `own`,
         only those of this rank's buckets."""

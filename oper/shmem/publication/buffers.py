@@ -18,6 +18,7 @@ import torch
 
 from oper.plan import Plan
 from oper.rows.directory import TableDirectory, TierLayout, directories_of
+from oper.shmem.group.turns import Turns
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.placement.layout import ArenaLayout
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows
@@ -187,6 +188,7 @@ class BufferRows(LogicalRows):
         self._addresses = list(addresses)
         self._heap = self  # type: ignore[assignment]  # open
         self._exchange = None
+        self.turns = Turns(1)
 
     def barrier(self) -> None:
         """Do nothing, since there are no other ranks to wait for."""

@@ -51,6 +51,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from oper.errors import InvalidInputError
 from oper.ranges import Count, Positive, PositiveAmount, ShareBelowOne, one_of
 from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
@@ -216,7 +217,7 @@ class CaDVAE(Recommender):
         self.masks = nn.ModuleList(_Residual(c.dim) for _ in range(k)) if (
             c.layer == "nonlinear") else None
         if self.masks is not None and self.free:
-            raise ValueError("a free graph with the non-linear layer: expected a given graph")
+            raise InvalidInputError("the non-linear layer needs a given graph, not a free one")
 
     @property
     def adjacency(self) -> torch.Tensor:
@@ -277,7 +278,7 @@ class CaDVAE(Recommender):
             value: v, float32 [d] or [B, d].
         """
         if not 0 <= concept < z.shape[1]:
-            raise ValueError(f"concept {concept}: expected 0 <= concept < {z.shape[1]}")
+            raise InvalidInputError(f"concept {concept}: expected 0 <= concept < {z.shape[1]}")
         support = self.support()
         a = self.adjacency * support
         after = list(z.unbind(1))
@@ -470,10 +471,11 @@ def _check(known: Concepts, num_items: int, k: int) -> None:
         sums = known.shares.sum(1)
         if known.shares.shape != (num_items, k) or bool((known.shares < 0).any()) or (
                 not torch.allclose(sums, torch.ones_like(sums), atol=1e-4)):
-            raise ValueError(f"concepts of items of shape {tuple(known.shares.shape)}: expected "
-                             f"shape [{num_items}, {k}], values >= 0, rows that sum to 1")
+            raise InvalidInputError(
+                "cannot use these concepts of items", "shape", tuple(known.shares.shape),
+                f"({num_items}, {k}), values >= 0, rows that sum to 1", "correct `shares`")
     for name, value, shape in (("graph", known.graph, (k, k)), ("label_mean", known.label_mean,
                                (k,)), ("label_std", known.label_std, (k,)),
                               ("activity", known.activity, (k,))):
         if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} of shape {tuple(value.shape)}: expected {shape}")
+            raise InvalidInputError(f"{name} of shape {tuple(value.shape)}: expected {shape}")

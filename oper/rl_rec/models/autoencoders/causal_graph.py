@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from oper.errors import InvalidInputError
+
 
 def acyclicity(a: torch.Tensor) -> torch.Tensor:
     """Compute ``h(A) = tr[(I + (A o A) / n)^n] - n``, a scalar; 0 if and only if A is acyclic.
@@ -36,15 +38,15 @@ def is_acyclic(support: torch.Tensor) -> bool:
 
 
 def topological_order(support: torch.Tensor) -> list[int]:
-    """Sort concepts such that causes precede effects; raises ValueError on a cycle.
+    """Sort concepts such that causes precede effects; raises InvalidInputError on a cycle.
 
     Args:
         support: bool [n, n], row = cause.
     """
     found = descendants(support)
     if found.diagonal().any():
-        raise ValueError("the graph has a cycle among concepts "
-                         f"{found.diagonal().nonzero()[:, 0].tolist()}")
+        raise InvalidInputError("the graph has a cycle among concepts "
+                                f"{found.diagonal().nonzero()[:, 0].tolist()}")
     # An effect has all ancestors of its cause, and the cause.
     order: list[int] = found.sum(0).argsort().tolist()
     return order
@@ -71,10 +73,11 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
         float64 [n, n], acyclic.
 
     Raises:
-        ValueError: `labels` is not a matrix of finite numbers, or `order` not a permutation.
+        InvalidInputError: `labels` is not a matrix of finite numbers, or `order` not a permutation.
     """
     if labels.ndim != 2 or not labels.shape[0] or not bool(labels.isfinite().all()):
-        raise ValueError(f"labels of shape {tuple(labels.shape)}: expected finite [N, n], N >= 1")
+        raise InvalidInputError("cannot fit a graph", "labels", tuple(labels.shape),
+                                "finite numbers [N, n], N >= 1", "correct the labels")
     n = labels.shape[1]
     u = labels.double() - labels.double().mean(0)
     covariance = u.T @ u / len(u)
@@ -82,7 +85,8 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
         found = _notears(covariance, l1)
     else:
         if sorted(order) != list(range(n)):
-            raise ValueError(f"order {list(order)}: expected each of 0..{n - 1} once")
+            raise InvalidInputError("cannot fit a graph", "order", list(order),
+                                    f"each of 0..{n - 1} once", "correct the order")
         place = torch.tensor(order).argsort()
         found = least_squares(covariance, place[:, None] < place)
     return least_squares(covariance, acyclic_support(found, threshold))
