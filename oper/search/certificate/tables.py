@@ -270,28 +270,33 @@ class TableCosts:
     def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of each pushed piece `at` may
         hold within the leaf's limits, by class of the owner; float64 [n, C], 0 if none fits."""
-        part, partial = self.share[at][:, None, None, None], self.partial[self.of[at]]
-        along = self.along[at].reshape(-1, 1, 1, 1, 1, 1)
-        ends = self.lines[self.of[at]]
-        lines = ends[:, :, 0] + along * (ends[:, :, 1] - ends[:, :, 0])  # [n, L, 2, C, P, 5]
-        none, slope = lines[:, :, 0], lines[:, :, 1] - lines[:, :, 0]
+        most, step_us = leaf.most * (1 + _ROUNDING), leaf.step_us * (1 + _ROUNDING)
+        along, ends = self.along[at].reshape(-1, 1, 1, 1, 1, 1), self.lines[self.of[at]]
+        lines = ends[:, :, 0] + along * (ends[:, :, 1] - ends[:, :, 0])
+        none, slope = lines[:, :, 0], lines[:, :, 1] - lines[:, :, 0]  # [n, 6, C, P, 5]
 
-        def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
-            sums = self._sums(self.of[at], share)[..., None, None]
-            rows = (none + share[:, None, :, None, None] * slope).max(axis=1)
-            load = rows - spared + part * sums * partial
+        def fits(which: np.ndarray, share: np.ndarray, owns_all: bool = False) -> np.ndarray:
+            of, part = self.of[at[which]], self.share[at[which]][:, None, None, None]
+            rows = (none[which] + share[:, None, :, None, None] * slope[which]).max(axis=1)
+            load = rows + part * self._sums(of, share)[..., None, None] * self.partial[of]
+            if owns_all:
+                load -= self.spared[of]
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
-            return np.asarray((load <= leaf.most * (1 + _ROUNDING)).all(axis=(-1, -2))
-                              & (step <= leaf.step_us * (1 + _ROUNDING)))
+            return np.asarray((load <= most).all(axis=(-1, -2)) & (step <= step_us))
 
-        low, high = np.zeros((2, at.size, floor.shape[0]))
+        all_of_them, found = np.arange(at.size), np.ones((at.size, floor.shape[0]))
+        everything = fits(all_of_them, found, owns_all=True)
+        found[~everything & ~fits(all_of_them, 0 * found)] = 0.0
+        is_between = ~everything & (found > 0)
+        some = np.flatnonzero(is_between.any(axis=1))
+        low, high = np.zeros((2, some.size, floor.shape[0]))
         high += 1.0
-        everything, nothing = fits(high, self.spared[self.of[at]]), ~fits(low)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            good = fits(middle)
+            good = fits(some, middle)
             low, high = np.where(good, middle, low), np.where(good, high, middle)
-        return np.where(everything, 1.0, np.where(nothing, 0.0, high))
+        found[some] = np.where(is_between[some], high, found[some])
+        return found
 
     def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
                ) -> list[np.ndarray]:
