@@ -267,6 +267,10 @@ def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
                     most.append(max((m for m, x in zip(held, loads, strict=True) if x <= 2.0),
                                     default=0.0))
                 assert max(most) <= mass * (1 + 1e-9)
+                # Nor is it above that of an owner whose rows are all of the lightest.
+                lightest = np.min([pieces.load(k, c, width, 0.99 * mass * t.total[IDS] / x[IDS] * x)
+                                   for x in blocks], axis=0)
+                assert mass == 1 or lightest.max() <= 2.0
                 seen += 0 < mass < 1
                 tight += 0 < mass < 1 and max(most) > 0.7 * mass
     assert seen > 5 and (name == "hosts" or tight > 0.5 * seen)

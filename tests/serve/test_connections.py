@@ -50,6 +50,8 @@ def test_requests_go_to_the_worker_with_the_fewest() -> None:
     taken = [client._take().worker for _ in range(5)]
     assert taken == ["x", "y", "x", "x", None]  # the last used first; then a new connection
     assert [c.worker for c in client._busy] == taken and not client._idle
+    client._idle = [client._busy.pop(1), client._busy.pop(1)]  # y, then x, have answered
+    assert client._take().worker == "y"  # x has two more requests
 
 
 def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:

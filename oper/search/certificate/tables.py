@@ -284,9 +284,9 @@ class TableCosts:
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
             return np.asarray((load <= most).all(axis=(-1, -2)) & (step <= step_us))
 
-        all_of_them, found = np.arange(at.size), np.ones((at.size, floor.shape[0]))
-        everything = fits(all_of_them, found, owns_all=True)
-        found[~everything & ~fits(all_of_them, 0 * found)] = 0.0
+        pieces, found = np.arange(at.size), np.ones((at.size, floor.shape[0]))
+        everything = fits(pieces, found, owns_all=True)
+        found[~everything & ~fits(pieces, 0 * found)] = 0.0
         is_between = ~everything & (found > 0)
         some = np.flatnonzero(is_between.any(axis=1))
         low, high = np.zeros((2, some.size, floor.shape[0]))

@@ -18,6 +18,7 @@ from oper.shmem.group.groups import Group
 _CONNECT_S = 60.0
 _HELLO = struct.Struct("<32sq")
 _SIOCGIFADDR = 0x8915
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # closed in forked children
 
 
 def connect(group: Group) -> dict[int, socket.socket]:
@@ -55,9 +56,6 @@ def connect(group: Group) -> dict[int, socket.socket]:
     _OPEN.update(peers.values())
     group.all_gather(None)
     return peers
-
-
-_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

@@ -272,7 +272,7 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def flush(self) -> None:
-        """Make all records that were written visible to lookups, without restoring clocks."""
+        """Make all records that were written visible to lookups."""
         for name in self.tables:
             self.set_clock(name, self.clock(name))
 
