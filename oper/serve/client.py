@@ -6,12 +6,14 @@ import collections
 import contextlib
 import http.client
 import json
+import os
 import random
 import select
 import socket
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,6 +28,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 _MAX_IDLE = 64  # idle connections in the pool
 _SEND_BYTES = 1 << 20  # send buffer, large enough to send most requests without waiting
 _MAX_LOST = 3  # connections that one request may lose; beyond, the request may be the cause
+_MAX_TIMEOUT_S = 1e9  # that of sockets is not much longer
 TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
@@ -53,7 +56,9 @@ class _Connection:
         self.sock.settimeout(timeout_s)
         head = [f"{method} {path} HTTP/1.1", f"host: {self._address}",
                 f"content-length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
-        self.sock.sendall("\r\n".join([*head, "\r\n"]).encode("ascii") + body)
+        # A server that refuses the request may answer and close before it has read all.
+        with contextlib.suppress(ConnectionError):
+            self.sock.sendall("\r\n".join([*head, "\r\n"]).encode("ascii") + body)
         return self.sock
 
     def is_closed(self) -> bool:
@@ -105,18 +110,25 @@ class Client:
         timeout_s: seconds for a request including its retries.
         model: the model's name on the server; None = the name that the server reports.
 
+    A forked child may go on using a client: it opens connections of its own.
+
     Raises:
-        InvalidInputError: `address` has no host or port.
+        InvalidInputError: `address` has no host or port, or `timeout_s` is out of range.
     """
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         self._address = address.removeprefix("http://").rstrip("/")
         _place(self._address)
+        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= _MAX_TIMEOUT_S:
+            raise InvalidInputError("cannot connect", "timeout_s", timeout_s,
+                                    f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}",
+                                    "choose a time in this range")
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []  # the most recently used last
         self._busy: list[_Connection] = []
+        _CLIENTS.add(self)
 
     def score(self, dense: np.ndarray, features: Mapping[str, Any],
               user: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -237,7 +249,7 @@ class Client:
                 break
             except (OSError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
-                lost += not isinstance(error, ConnectionRefusedError)
+                lost += not isinstance(error, ConnectionRefusedError | socket.gaierror)
             else:
                 if answer.status == 200:
                     return answer, data
@@ -295,10 +307,26 @@ class Client:
         return found
 
 
+_CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _reconnect_in_child() -> None:
+    """Close a forked child's copies of connections: on these, the child and its parent would read
+    each other's answers."""
+    for client in list(_CLIENTS):
+        client._lock = threading.Lock()  # another thread may have held it
+        for connection in [*client._idle, *client._busy]:
+            connection.close()
+        client._idle, client._busy = [], []
+
+
+os.register_at_fork(after_in_child=_reconnect_in_child)
+
+
 def _place(address: str) -> tuple[str, int]:
     """Split ``host:port``; raises InvalidInputError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidInputError("cannot connect", "address", address, "host:port",
                                 "pass the address that 'oper serve' prints")
     return host.strip("[]"), int(port)

@@ -171,7 +171,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def _release_when_dropped(self) -> None:
         """Arrange that tables without references are released even if `close` was not called."""
-        self._release: Any = weakref.finalize(self, _release, self.handle, self._check_open())
+        self._release: Any = weakref.finalize(self, _release, os.getpid(), self.handle,
+                                              self._check_open())
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
@@ -542,6 +543,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return other
 
 
-def _release(handle: int, heap: HostHeap) -> None:
-    torch.ops.oper.context_close(handle)
-    heap.close()
+def _release(process: int, handle: int, heap: HostHeap) -> None:
+    if os.getpid() == process:  # a forked child would wait for lookups of its parent's threads
+        torch.ops.oper.context_close(handle)
+        heap.close()

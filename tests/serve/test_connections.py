@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from oper.serve import Client, ServeOptions, Server, wire
-from oper.serve.client import _Connection
+from oper.serve.client import ServerError, _Connection
 from tests.serve_support import Sums, expected, random_request, value_of
 from tests.support import wait_for
 
@@ -241,4 +242,26 @@ def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
     wait_for(lambda: all(c.is_closed() for c in held))  # the server keeps them for KEEP_ALIVE_S
     score()
     assert client.counts.requests == 48
+    assert client.counts.retries == 0
+
+
+def test_a_request_that_is_refused_before_it_is_read_is_named(client: Client) -> None:
+    with pytest.raises(ServerError, match="too large") as caught:
+        client.score_request(random_request(np.random.default_rng(0), 200_000, True))
+    assert (caught.value.status, client.counts.retries) == (413, 0)
+
+
+def test_a_forked_child_reads_none_of_its_parents_answers(client: Client) -> None:
+    client.score(np.zeros((1, 2)), {})  # a connection that both could use
+    child = os.fork()
+    good = True
+    try:
+        for k in range(20):
+            request = random_request(np.random.default_rng((child == 0, k)), 3)
+            good &= np.array_equal(client.score_request(request)[0], expected(request))
+    finally:
+        if child == 0:
+            os._exit(not good)
+    assert os.waitpid(child, 0)[1] == 0
+    assert good
     assert client.counts.retries == 0

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import http.server
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -381,10 +383,17 @@ def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: C
             thread.join()
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:x", ":80"])
+@pytest.mark.parametrize("address", ["", "host", "host:x", ":80", "host:65536",
+                                     "https://host:80"])
 def test_bad_addresses_are_refused(address: str) -> None:
     with pytest.raises(InvalidInputError, match="address"):
         Client(address)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, math.inf, math.nan, "1"])
+def test_bad_timeouts_are_refused(timeout_s: Any) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s"):
+        Client("host:80", timeout_s)
 
 
 def test_a_model_without_publish_says_so(server: Server) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -218,6 +220,30 @@ def test_tables_move_while_another_thread_reads(how: str) -> None:
             assert torch.equal(found[:, 0], ids.float())
 
     _at_once(3, body)
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
+    tables, done = _alone(), threading.Event()
+    ids = torch.randint(0, ROWS, (200_000,))
+
+    def look_up() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                tables.lookup(bags_of_one(ids))
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    try:
+        for _ in range(3):  # most likely in the middle of a lookup
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                tables.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_concurrent_lookups_with_deduplicated_pull() -> None:

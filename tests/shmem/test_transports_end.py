@@ -17,6 +17,7 @@ from torch import nn
 
 import oper
 from oper.errors import OperError, PeerLostError
+from oper.plan import uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from tests.world_support import run_world, world
@@ -155,6 +156,24 @@ def _is_killed(rank: int, world_size: int) -> float:
 def test_a_killed_rank_is_missed_although_its_child_lives() -> None:
     with world(2, _is_killed, labels="ab") as running:
         assert running.receive(1) < 4
+
+
+def _child_looks_up(rank: int, world_size: int) -> int:
+    """Return the exit status of a forked child that looks up rows of another host."""
+    model = _sharded()
+    model.tables.migrate(uniform_plan(list(model.tables.specs.values()), world_size, "striped"))
+    child = os.fork()
+    if child == 0:
+        with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
+            _train(model)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    _train(model)  # the child has sent nothing
+    return status
+
+
+def test_a_forked_child_sends_nothing() -> None:
+    assert run_world(2, _child_looks_up, labels="ab") == [0, 0]
 
 
 def _leaves_early(rank: int, world_size: int) -> bool:

@@ -106,7 +106,7 @@ class _MonitoredTransport(ABC):
     closes_with_tables = False
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._whole = group
+        self._whole, self._process = group, os.getpid()
         self.at = CollectivePhase(0, 0)
         self._deadline_s = deadline_s()
         self._device = device
@@ -145,6 +145,10 @@ class _MonitoredTransport(ABC):
             raise OperError("cannot exchange bytes with other hosts", "connections", "closed",
                             "an existing process group, and tables that are open on all ranks",
                             "shard the model again, on all ranks")
+        if os.getpid() != self._process:
+            raise OperError("a forked process cannot exchange bytes with other hosts", "process",
+                            os.getpid(), f"process {self._process}, which opened the connections",
+                            "look up in that process, or shard a model in the child")
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
         """Return `data` if it is on the transport's device, else a staging buffer of its size."""
@@ -204,7 +208,7 @@ class _MonitoredTransport(ABC):
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
         """Set the function that `close` calls, also when the transport is garbage-collected."""
-        self._close = weakref.finalize(self, close, os.getpid(), *arguments)
+        self._close = weakref.finalize(self, close, self._process, *arguments)
         self._close.atexit = False  # peers of a process that ends see it as lost
 
 
