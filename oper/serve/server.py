@@ -345,8 +345,8 @@ class Server:
     def _start_workers(self, signals: Signals) -> None:
         """Start the workers; once all are ready, let them accept connections."""
         assert self._listener is not None
-        for _ in range(self.options.workers):
-            self._start_worker()
+        for place in range(self.options.workers):
+            self._start_worker(place)
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
             if signals.stop:
@@ -379,12 +379,11 @@ class Server:
         finally:
             self._drain()
 
-    def _start_worker(self) -> None:
+    def _start_worker(self, place: int) -> None:
         assert self._listener is not None
         ours, theirs = socket.socketpair()
         opener = (self.model.opener() if hasattr(self.model, "opener")
                   else partial(_itself, self.model))
-        place = min({*range(self.options.workers)} - {w.place for w in self._workers})
         job = WorkerJob(opener, self.options, self._shared, place, self._listener)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
@@ -412,28 +411,28 @@ class Server:
 
     def _replace(self, worker: _Worker) -> None:
         """Replace a worker that has exited, after a pause if it exited before it was ready."""
+        self._shared.workers()[worker.place]["connections"] = -1
         if worker.ready:
             log.warning("worker %d exited (exit code %s); starting another one",
                         worker.process.pid, worker.process.exitcode)
-            self._forget(worker)
             self._counts.worker_restarts += 1
             self._failures = 0
-            self._start_worker()
-            return
-        if time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
+        elif time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
             time.sleep(_POLL_S)  # the sentinel of the exited worker keeps `wait` from waiting
             return
-        self._failures += 1
-        log.error("a new worker could not start (exit code %s); trying again",
-                  worker.process.exitcode)
-        self._forget(worker)
-        self._start_worker()
-
-    def _forget(self, worker: _Worker) -> None:
+        else:
+            self._failures += 1
+            log.error("a new worker could not start (exit code %s); trying again",
+                      worker.process.exitcode)
+        try:
+            self._start_worker(worker.place)
+        except OSError as error:  # there is no memory or file descriptor left for it
+            log.error("cannot start a worker now: %s", error)
+            worker.ready, worker.started = False, time.monotonic()
+            return
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        self._shared.workers()[worker.place]["connections"] = -1
 
     def _drain(self) -> None:
         """Stop listening, let the workers drain, and kill those that exceed `drain_s`."""

@@ -278,7 +278,8 @@ def test_connections_that_arrive_during_a_batch_share_the_next_one() -> None:
 # ---- a worker's death (changes the workers: last of those that share the server) -----------------
 
 
-def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Client) -> None:
+def test_a_dead_worker_is_replaced_and_clients_retry(
+        server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, wrong, done = threading.Event(), [], [0] * 6
 
     def work(k: int) -> None:
@@ -289,6 +290,14 @@ def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Cli
                 wrong.append(k)
             done[k] += 1
 
+    start, failures = server._start_worker, [OSError("no more file descriptors")]
+
+    def fail_first(place: int) -> None:
+        if failures:
+            raise failures.pop()
+        start(place)
+
+    monkeypatch.setattr(server, "_start_worker", fail_first)
     threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
     for thread in threads:
         thread.start()
@@ -309,6 +318,7 @@ def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Cli
         for thread in threads:
             thread.join()
     assert not wrong
+    assert not failures
     assert first not in server.worker_pids
     assert 1 <= client.counts.retries <= 12  # connections of the dead worker
     assert value_of(client.metrics(), "oper_worker_restarts_total") == 1
