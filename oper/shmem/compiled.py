@@ -31,11 +31,24 @@ def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
     """Perform `ShardedTables.lookup` in a graph that is being compiled; returns the embeddings."""
     trained = tables.optimizers is not None and torch.is_grad_enabled() and tables.is_trained()
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
+    rows = batch.batch_size if batch.pooled else _num_rows(tables, batch)
     out: torch.Tensor = lookup_op(
         tables.anchor if trained else tables.anchor.detach(), batch.ids, batch.lengths,
-        batch.weights, batch.key_of, tables.number, batch.batch_size, batch.pooled, columns,
+        batch.weights, batch.key_of, tables.number, batch.batch_size, batch.pooled, rows, columns,
         trained)[0]
     return out
+
+
+def _num_rows(tables: Tables, batch: Lookup) -> int:
+    """Return the number of rows that an unpooled lookup in a graph returns."""
+    names = {feature for feature, _ in tables.features}  # different ones have different keys
+    if len(names) == len(tables.features) and (
+            batch.lengths.shape[0] == len(names) * batch.batch_size):
+        return batch.ids.shape[0]  # there are no other keys
+    # The operator that looks up cannot have results of unknown sizes: for operators with effects
+    # and several results, torch 2.13's Inductor confuses such sizes.
+    rows: int = rows_op(batch.lengths, batch.key_of, batch.batch_size)
+    return rows
 
 
 def register(tables: Tables) -> int:
@@ -54,10 +67,23 @@ def _tables(number: int) -> Tables:
     return tables
 
 
+@torch.library.custom_op("oper::num_rows", mutates_args=())
+def rows_op(lengths: torch.Tensor, key_of: torch.Tensor, batch_size: int) -> int:
+    """Return the number of ids of the keys `key_of`; 0 if the lookup will refuse the lengths."""
+    if batch_size == 0 or lengths.numel() % batch_size:
+        return 0
+    return int(lengths.view(-1, batch_size)[key_of].sum())
+
+
+@rows_op.register_fake
+def _(lengths: torch.Tensor, key_of: torch.Tensor, batch_size: int) -> int:
+    return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]
+
+
 @torch.library.custom_op("oper::lookup", mutates_args=())
 def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-              pooled: bool, columns: int, trained: bool
+              pooled: bool, rows: int, columns: int, trained: bool
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Look up a batch.
 
@@ -65,7 +91,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
         anchor: float32 [0]; requires a gradient if the backward pass is to update the tables.
         ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
         tables: number of the tables, from `register`.
-        columns: number of columns of the output.
+        rows, columns: shape of the output.
         trained: whether a backward pass follows; the forward pass is then collective.
 
     Returns:
@@ -82,20 +108,18 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:
             opened.turns.check()
-        rows = [] if weights is None else [opened.num_steps, opened.num_flushes]
+        versions = [] if weights is None else [opened.num_steps, opened.num_flushes]
         out, offsets = opened.forward(batch, True) if trained else opened.forward_alone(batch)
         if trained:
             opened.turns.begin(offsets)
-    return out, offsets, torch.tensor(rows, dtype=torch.int64)
+    return out, offsets, torch.tensor(versions, dtype=torch.int64)
 
 
 @lookup_op.register_fake
 def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
       weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-      pooled: bool, columns: int, trained: bool
+      pooled: bool, rows: int, columns: int, trained: bool
       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Unpooled: the number of rows depends on the lengths, since features may share or omit keys.
-    rows = batch_size if pooled else torch.library.get_ctx().new_dynamic_size()
     return (anchor.new_empty(rows, columns),
             lengths.new_empty(lengths.numel() + 1, dtype=torch.int64),
             torch.empty(0 if weights is None else 2, dtype=torch.int64))
@@ -145,7 +169,7 @@ def _update(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None,
     wanted = weights is not None and ctx.needs_input_grad[3]
     anchor, of_weights = update_op(grad, ids, offsets, rows, weights, key_of, ctx.tables,
                                    ctx.batch_size, ctx.pooled, wanted)
-    return anchor, None, None, of_weights if wanted else None, *(None,) * 6
+    return anchor, None, None, of_weights if wanted else None, *(None,) * 7
 
 
 lookup_op.register_autograd(_update, setup_context=_save)

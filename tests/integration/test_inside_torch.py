@@ -80,6 +80,18 @@ def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
     assert other.ebc.tables.num_steps == 4
 
 
+def test_the_default_back_end_compiles_lookups_of_unknown_sizes() -> None:
+    eager, other = (m.ec for m in pair())
+    sums = [lambda batch, ec=ec: ec(batch)["h"].values().sum(0) for ec in (eager, other)]
+    sums[1] = torch.compile(sums[1], fullgraph=True, dynamic=True)
+    for step in range(2):
+        a, b = (call(jagged(step)) for call in sums)
+        torch.testing.assert_close(a, b)
+        for out in (a, b):
+            out.pow(2).sum().backward()
+    torch.testing.assert_close(eager.state_dict(), other.state_dict())
+
+
 class Twice(nn.Module):
     """Looks the same rows up twice."""
 
@@ -148,7 +160,7 @@ def test_opcheck(pooled: bool, weighted: bool) -> None:
         torch.library.opcheck(torch.ops.oper.lookup.default, (
             tables.anchor if trained else tables.anchor.detach(), ids, lengths,
             weights if trained else None, torch.arange(features), tables.number, 2, pooled,
-            tables.output_columns if pooled else 8, trained),
+            *((2, tables.output_columns) if pooled else (ids.numel(), 8)), trained),
             # The number of earlier updates, which lookups with weights return, is never the same.
             test_utils=_OPCHECKS[:3] if weights is not None and trained else _OPCHECKS)
 
@@ -165,7 +177,7 @@ def test_export_of_an_inference_model() -> None:
     empty = torch.zeros(0)
     with pytest.raises((OperError, RuntimeError), match=f"tables={number}|closed"):
         torch.ops.oper.lookup(empty, torch.tensor([1]), torch.tensor([1, 0, 0]), None,
-                              torch.arange(3), number, 1, True, 20, False)
+                              torch.arange(3), number, 1, True, 1, 20, False)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
