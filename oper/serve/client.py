@@ -6,7 +6,6 @@ import collections
 import contextlib
 import http.client
 import json
-import numbers
 import os
 import random
 import select
@@ -120,7 +119,8 @@ class Client:
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         self._address = address.removeprefix("http://").rstrip("/")
         _place(self._address)
-        if not isinstance(timeout_s, numbers.Real) or not 0 <= timeout_s <= _MAX_TIMEOUT_S:
+        if not (isinstance(timeout_s, int | float | np.number)
+                and 0 <= timeout_s <= _MAX_TIMEOUT_S):
             raise InvalidInputError("cannot connect", "timeout_s", timeout_s,
                                     f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}",
                                     "choose a time in this range")
