@@ -103,14 +103,13 @@ class Client:
     change the server, so retries are safe.
 
     Each connection belongs to one worker of the server. The client uses an idle connection of the
-    worker with the fewest unanswered requests of this client.
+    worker with the fewest unanswered requests of this client. A forked child opens connections of
+    its own.
 
     Args:
         address: ``host:port``, or the URL ``http://host:port``.
         timeout_s: seconds for a request including its retries.
         model: the model's name on the server; None = the name that the server reports.
-
-    A forked child may go on using a client: it opens connections of its own.
 
     Raises:
         InvalidInputError: `address` has no host or port, or `timeout_s` is out of range.
