@@ -310,9 +310,10 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
   return shared;
 }
 
-// See `forward_interaction` in host/interaction.h; for tables that are only read. `first`,
-// `shared_keys`: see `shared_bags`; without them, no features are shared. Returns its `users` and
-// `out`, the number of each sample's user (int64 [B]), the bounds of the bags and a status.
+// See `forward_shared_interaction` in host/interaction.h; for tables that are only read. `first`,
+// `shared_keys`: see `shared_bags`; without them `forward_interaction`, as no features are shared.
+// Returns `users` and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and
+// a status.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense, std::optional<Tensor> first, std::optional<Tensor> shared_keys) {
@@ -346,8 +347,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     return {users, out, user_of, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
   const Status status = status_of([&] {
-    forward_interaction(context, batch, shared, float_data(dense), static_cast<int32_t>(dim),
-                        float_data(users), float_data(out));
+    const int32_t columns = static_cast<int32_t>(dim);
+    if (first)
+      forward_shared_interaction(context, batch, shared, float_data(dense), columns,
+                                 float_data(users), float_data(out));
+    else
+      forward_interaction(context, batch, float_data(dense), columns, float_data(out));
   });
   clock.end(kForward);
   return {users, out, user_of, offsets, status.code, status.detail};

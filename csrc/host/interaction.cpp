@@ -20,10 +20,39 @@ void pool_bags(const Context& context, const Batch& batch, size_t feature, int64
   found.note(kernels().pool(table, BagRange{batch, bags, 0, count, feature}, to, scratch));
 }
 
+void finish(Context& context, const Found& found) {
+  context.count_pass(0);
+  raise(found.status());
+}
+
 }  // namespace
 
-void forward_interaction(Context& context, const Batch& batch, const SharedBags& shared,
-                         const float* dense, int32_t dim, float* users, float* out) {
+void forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
+                           float* out) {
+  const int64_t num_samples = batch.features.front().num_bags;
+  const int64_t num_rows = context.output_columns / dim + 1;
+  const int64_t stride = dim + num_rows * (num_rows - 1) / 2;
+  const int64_t block_floats = std::min(kSamples, num_samples) * num_rows * dim;
+  Batch inner = batch;
+  inner.out_stride = num_rows * dim;
+  inner.stream = false;
+  Found found;
+  const int64_t count = (num_samples + kSamples - 1) / kSamples;
+  run_tasks(context, count, count == 1, [&](int64_t index, Scratch& scratch) {
+    const int64_t begin = index * kSamples, n = std::min(kSamples, num_samples - begin);
+    float* rows = scratch.get<float>(1, block_floats);
+    for (int64_t s = 0; s < n; ++s)
+      std::memcpy(rows + s * inner.out_stride, dense + (begin + s) * dim, sizeof(float) * dim);
+    for (size_t f = 0; f < batch.features.size(); ++f)
+      pool_bags(context, inner, f, begin, n, rows + dim + batch.features[f].out_begin, scratch, found);
+    if (found.bad.load() >= 0) return;
+    kernels().interact(rows, n, static_cast<int>(num_rows), dim, out + begin * stride, scratch);
+  });
+  finish(context, found);
+}
+
+void forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
+                                  const float* dense, int32_t dim, float* users, float* out) {
   // A user's samples, or a block of them.
   struct Block {
     int64_t user, begin, count;
@@ -63,7 +92,7 @@ void forward_interaction(Context& context, const Batch& batch, const SharedBags&
       }
     }
     if (found.bad.load() >= 0) return;
-    if (num_shared > 0 && begin == shared.begins[user]) {
+    if (begin == shared.begins[user]) {
       kernels().interact(common, 1, static_cast<int>(num_shared), dim, products, scratch);
       std::copy_n(products + dim, user_pairs, users + user * user_pairs);
     }
@@ -73,8 +102,7 @@ void forward_interaction(Context& context, const Batch& batch, const SharedBags&
                               static_cast<int>(num_own), static_cast<int>(n), dim,
                               out + begin * stride, scratch);
   });
-  context.count_pass(0);
-  raise(found.status());
+  finish(context, found);
 }
 
 }  // namespace oper::host

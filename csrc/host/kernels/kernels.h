@@ -72,7 +72,7 @@ struct Kernels {
   // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
   int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
   // Writes of each sample in rows [num_samples, num_rows, dim] its first row and the dot products
-  // of all pairs of its rows, in the order of `forward_interaction`, see interaction.h.
+  // of all pairs of its rows, see `forward_interaction` in interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
   // The gradient of `interact` for one sample, with respect to its first row [dim] and its others
@@ -82,7 +82,8 @@ struct Kernels {
                             Scratch& scratch);
   // For samples that have the rows `shared` [num_shared, dim] in common and rows of their own,
   // `own`: num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot
-  // products of its own rows with the shared ones and with each other, see `forward_interaction`.
+  // products of its own rows with the shared ones and with each other, see
+  // `forward_shared_interaction`.
   void (*interact_shared)(const float* shared, int num_shared, const float* const* own, int num_own,
                           int num_samples, int dim, float* out, Scratch& scratch);
   // Adds the gradients of the ids' weights to `out` [ids]: dot products of their rows with the
