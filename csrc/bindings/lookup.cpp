@@ -310,68 +310,49 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
   return shared;
 }
 
-void check_interaction(const Context& context, const Tensor& dense) {
-  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
-                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
-                      dense.size(1) > 0 && context.output_columns % dense.size(1) == 0,
-                  "internal: a fused interaction needs tables of one memory domain without pushed "
-                  "tiers, and contiguous float32 dense rows with as many columns as each feature");
-}
-
-// See `forward_interaction` in host/interaction.h; for tables that are only read. Returns its
-// `out`, the bounds of the bags and a status.
-std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
+// See `forward_shared_interaction` in host/interaction.h; for tables that are only read. `first`,
+// `shared_keys`: see `shared_bags`; without them `forward_interaction`, as no features are shared.
+// Returns `users` and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and
+// a status.
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    Tensor dense) {
-  const int64_t size = dense.size(0), dim = dense.size(1);
-  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
-    return {nothing(), nothing(), kBadBatch, fault};
-  const auto held = context_of(handle);
-  Context& context = *held;
-  PhaseClock clock(context);
-  check_interaction(context, dense);
-  const int64_t rows = context.output_columns / dim + 1;
-  Tensor offsets, out = pooled_tensor(ScalarType::Float, {size, dim + rows * (rows - 1) / 2});
-  if (!make_offsets(lengths, ids.numel(), &offsets))
-    return {out, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
-  const Status status = status_of([&] {
-    forward_interaction(context, batch, float_data(dense), static_cast<int32_t>(dim),
-                        float_data(out));
-  });
-  clock.end(kForward);
-  return {out, offsets, status.code, status.detail};
-}
-
-// See `forward_shared_interaction`. `first`, `shared_keys`: see `shared_bags`. Returns its `users`
-// and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and a status.
-std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
-    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    Tensor dense, Tensor first, Tensor shared_keys) {
+    Tensor dense, std::optional<Tensor> first, std::optional<Tensor> shared_keys) {
   const int64_t size = dense.size(0), dim = dense.size(1);
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
   const auto held = context_of(handle);
   Context& context = *held;
   PhaseClock clock(context);
-  check_interaction(context, dense);
-  STD_TORCH_CHECK(first.numel() == size, "internal: expected a first sample for every sample");
-  Tensor user_of = pooled_tensor(ScalarType::Long, {size});
-  const SharedBags shared = shared_bags(first, shared_keys, key_of,
-                                        static_cast<int64_t*>(user_of.data_ptr()));
+  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
+                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
+                      dim > 0 && context.output_columns % dim == 0,
+                  "internal: a fused interaction needs tables of one memory domain without pushed "
+                  "tiers, and contiguous float32 dense rows with as many columns as each feature");
+  Tensor user_of = nothing();
+  SharedBags shared{std::vector<bool>(static_cast<size_t>(key_of.numel())), {0, size}};
+  if (first) {
+    STD_TORCH_CHECK(first->numel() == size && shared_keys,
+                    "internal: expected a first sample for every sample, and the shared keys");
+    user_of = pooled_tensor(ScalarType::Long, {size});
+    shared = shared_bags(*first, *shared_keys, key_of, static_cast<int64_t*>(user_of.data_ptr()));
+  }
   const int64_t common = shared.count(), own = key_of.numel() - common + 1;
   Tensor offsets;
   Tensor users = pooled_tensor(ScalarType::Float,
                                {static_cast<int64_t>(shared.begins.size()) - 1,
                                 common * (common - 1) / 2});
   Tensor out = pooled_tensor(ScalarType::Float,
-                               {size, dim + own * common + own * (own - 1) / 2});
+                             {size, dim + own * common + own * (own - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {users, out, user_of, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
   const Status status = status_of([&] {
-    forward_shared_interaction(context, batch, shared, float_data(dense), static_cast<int32_t>(dim),
-                               float_data(users), float_data(out));
+    const int32_t columns = static_cast<int32_t>(dim);
+    if (first)
+      forward_shared_interaction(context, batch, shared, float_data(dense), columns,
+                                 float_data(users), float_data(out));
+    else
+      forward_interaction(context, batch, float_data(dense), columns, float_data(out));
   });
   clock.end(kForward);
   return {users, out, user_of, offsets, status.code, status.detail};
@@ -512,10 +493,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupForward);
   m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "Tensor dense) -> (Tensor, Tensor, int, int)");
-  m.def(
-      "lookup_shared_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, "
-      "Tensor key_of, Tensor dense, Tensor first, Tensor shared_keys) -> "
+      "Tensor dense, Tensor? first, Tensor? shared_keys) -> "
       "(Tensor, Tensor, Tensor, Tensor, int, int)");
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
@@ -544,7 +522,6 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));
-  m.impl("lookup_shared_interaction", TORCH_BOX(&oper::host::lookup_shared_interaction));
   m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }

@@ -50,7 +50,6 @@ class _LazyParser(argparse.ArgumentParser):
     place = ""
 
     def complete(self) -> None:
-        """Add the benchmark's own arguments."""
         module: Any = importlib.import_module(self.place)
         if hasattr(module, "configure"):
             module.configure(self)
@@ -62,7 +61,6 @@ class _LazyParser(argparse.ArgumentParser):
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper bench``."""
     subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True,
                                  parser_class=_LazyParser)
     for name, (place, help_line) in BENCHMARKS.items():

@@ -68,7 +68,6 @@ class Report:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -34,7 +34,6 @@ from oper.tables import TableSpec, format_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper simulate``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
     parser.add_argument("--split", default="train", help="split of that folder (default train)")

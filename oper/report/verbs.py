@@ -32,7 +32,6 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper report``."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)"),
                         ("run", "a training run (its folder)")):

@@ -81,7 +81,6 @@ class PublishedModel:
         return self
 
     def opener(self) -> Callable[[], Predictor]:
-        """See `Source`."""
         return functools.partial(AttachedModel, self._build, self.publication_name,
                                  self.signature)
 
@@ -98,7 +97,6 @@ class PublishedModel:
         return self.prepare(weights)()
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        """See `Source`."""
         if isinstance(weights, Change):
             if weights.keys and self.changed_maps is None:
                 raise InvalidInputError("cannot publish a delta", "dynamic tables",
@@ -123,7 +121,6 @@ class PublishedModel:
         return dict(self._publication.memory_bytes())
 
     def close(self) -> None:
-        """See `Source`."""
         self._publication.close()
 
 
@@ -162,12 +159,10 @@ class AttachedModel:
 
     @property
     def epoch(self) -> int:
-        """See `Predictor`."""
         return int(self._served.epoch)
 
     @property
     def shares_bags(self) -> bool:
-        """See `Predictor`."""
         return bool(self._served.shares_bags)
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
@@ -188,11 +183,9 @@ class AttachedModel:
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 
     def keys_read(self) -> dict[str, tuple[int, int]]:
-        """See `Predictor`."""
         return {} if self._keys_read is None else dict(self._keys_read.counts)
 
     def take_lookups(self) -> list[tuple[float, float]]:
-        """See `Predictor`."""
         return [(s.begin_ns / 1e9, s.end_ns / 1e9) for s in self._served.take_lookups()]
 
 

@@ -30,7 +30,6 @@ from oper.shmem.batch import (
 )
 from oper.shmem.by_feature import BoundsCheck, by_feature
 from oper.shmem.compiled import lookup_in_graph, register
-from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
 from oper.shmem.group.agreement import check_agreement
@@ -58,7 +57,7 @@ from oper.shmem.settings import deadline_s
 from oper.shmem.updates import TableUpdates
 
 
-class ShardedTables(TableUpdates, MeasuredTables):
+class ShardedTables(TableUpdates):
     """The tables of one collection, placed by a plan and shared by a group of ranks.
 
     Args:

@@ -12,8 +12,9 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
+from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.group.status import PEER_FAILURES, Status
-from oper.shmem.group.turns import Turns, in_turn
+from oper.shmem.group.turns import in_turn
 from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
@@ -21,40 +22,29 @@ from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.passes import Backward, HeldPasses
 
 
-class TableUpdates:
+class TableUpdates(MeasuredTables):
     """The part of `ShardedTables` that trains them."""
 
-    turns: Turns
     family: Any
     has_push: bool
     notifies_peers: bool
     frozen: frozenset[str]
     frozen_by_all: bool
     guard: GradientGuard
-    num_steps: int
     seed: int | None
     on_update: list[Callable[[], None]]
     param_groups: list[dict[str, Any]]
     gradient_scale: float
-    keys: Any
-    replicas: Any
-    handle: int
     operators: Any
     _clamp: GradientClamp
-    _process: int
-    _heap: Any
-    _exchange: Any
     _migration: Any
     _arguments: KernelArguments
     _rounding_keys: dict[str, tuple[int, int]]
-    _skipped: dict[str, int]
     _table_of: list[str]
     _backward_op: Any
     _held: HeldPasses
-    _check_process: Callable[[], None]
     _known: Callable[[Lookup], ResolvedIds | None]
     _raise: Callable[..., Any]
-    _raise_peer_failure: Callable[[int, int], tuple[int, int]]
 
     def apply_all(self, parts: list[Backward]) -> None:
         """Sum the gradients of lookups, exchange them and update the rows once. Collective.

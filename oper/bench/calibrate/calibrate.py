@@ -87,7 +87,6 @@ class Sample:
 
 
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper calibrate``."""
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
                         help="topology file (TOML) to write")
     parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",

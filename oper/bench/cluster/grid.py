@@ -98,7 +98,6 @@ def cases(quick: bool) -> list[Any]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own arguments."""
     parser.add_argument("--constants", metavar="TOPOLOGY", default="",
                         help="topology file of 'oper calibrate' with this machine's constants "
                              "(default: measure them first; with --quick: assume them)")

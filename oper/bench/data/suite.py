@@ -57,7 +57,6 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     parser.add_argument("--folder", metavar="DIR",
                         help="save generated logs in this folder, and reuse logs in it (default: "
                              "a temporary folder)")

@@ -32,7 +32,6 @@ _ROWS, _QUICK_ROWS = 400_000, 30_000
 
 
 def configure_demo(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper demo``."""
     parser.add_argument("--data", metavar="F", help="a click log in the Criteo-Kaggle format, "
                         "plain or .gz (default: a synthetic log)")
     parser.add_argument("--rows", type=whole(1000), metavar="N",

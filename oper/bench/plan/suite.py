@@ -95,7 +95,6 @@ class Case:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own arguments."""
     parser.add_argument("--seeds", type=_seeds, default="0", metavar="A-B",
                         help="seeds of tables, machines and search: one number, or a range "
                              "including both ends (default 0)")

@@ -78,7 +78,6 @@ def cases(quick: bool, samples: int = 1000) -> list[Case]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     parser.add_argument("--samples", type=whole(1), default=1000, metavar="N",
                         help="bootstrap samples of an interval (default 1000)")
     parser.epilog = ("Open Bandit's logs are read from the folder in OPER_DATA; without "

@@ -362,7 +362,6 @@ def seeds_of(case: Case) -> list[int]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
                              "report the runs saved in --runs")

@@ -125,7 +125,6 @@ def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | N
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train from seeds 1..N (default 3)")
     parser.add_argument("--weights", metavar="DIR",

@@ -144,11 +144,9 @@ class _Quantised:
         self.signature, self._served = served.signature, served
 
     def opener(self) -> Callable[[], Any]:
-        """See `Source`."""
         return functools.partial(_quantised, self._served)
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        """See `Source`."""
         raise OperError("cannot publish", "model", "TorchRec's", "one of OPER's",
                         "start another server")
 

@@ -83,6 +83,5 @@ def _small(work: Workload) -> Workload:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     parser.add_argument("--soak-seconds", type=number(above=True), metavar="S",
                         help="length of the soak test (default 600, as MLPerf requires)")

@@ -104,7 +104,6 @@ def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's arguments."""
     suite.configure(parser)
     parser.add_argument("--model", choices=(*MLPERF, *model_case.MODELS), default="",
                         help="model to train instead of tables alone: a DLRM or DLRM-DCNv2 with "

@@ -99,7 +99,6 @@ class Managed:
     config: Any
 
     def rule(self) -> DynamicTable:
-        """See `rule_of`."""
         return rule_of(self.config, self.modules[self.table])
 
     def raw_keys(self) -> RawKeys:

@@ -103,7 +103,9 @@ class ChangedRows:
         """Yield the changes of all directories since the last call or `restart`; call it after
         `take`, if that returned slots."""
         keys = self.tables.keys
-        for name, since in self._clocks.items() if keys else ():
+        if keys is None:
+            return
+        for name, since in self._clocks.items():
             for part in keys.parts(name):
                 yield ChangedKeys(name, part, *keys.changed(name, part, since))
             yield ChangedKeys(name, EXPIRED, keys.expired(name, self._expired_since[name]), None)

@@ -182,7 +182,6 @@ class Exchange:
                 for k in range(0, len(flat), 3)], flat[::3]
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
-        """See `ShardedTables.sent_bytes`."""
         sent, size = [*self._query("sent_bytes", reset), *self._sent_keys], self._group.world_size
         if reset:
             self._sent_keys = [0] * size

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from oper.errors import require_fields
+from oper.ranges import PositiveShare, Rule, one_of, rules_of, within
 from oper.tables import KEY_EVICTIONS
 
 MOST_COUNTED = 255  # occurrences of keys without a row are counted in a byte
-_MOST_UPDATES = 1 << 31
-_MOST_FLOAT = 3.4028234e38  # largest float32
+_Updates = Annotated[int, within(1, 1 << 31)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +47,19 @@ class DynamicTable:
         InvalidInputError: a value is out of range, or two values exclude each other.
     """
 
-    admit_after: int = 1
-    admit_probability: float = 1.0
-    eviction: str = "lru"
-    half_life: int | None = None
-    time_to_live: int | None = None
-    seed: int = 0
-    init_bound: float | None = None
+    admit_after: Annotated[int, within(1, MOST_COUNTED)] = 1
+    admit_probability: PositiveShare = 1.0
+    eviction: Annotated[str, one_of(*KEY_EVICTIONS)] = "lru"
+    half_life: _Updates | None = None
+    time_to_live: _Updates | None = None
+    seed: Annotated[int, Rule(lambda x: -1 << 63 <= x < 1 << 63, "a signed 64-bit integer")] = 0
+    init_bound: Annotated[float, Rule(lambda x: 0 <= x <= 3.4028234e38,
+                                      "None or a finite float32 >= 0")] | None = None
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "invalid dynamic table", "correct this setting",
-            ("admit_after", _is_count(self.admit_after, MOST_COUNTED),
-             f"an integer in [1, {MOST_COUNTED}]"),
-            ("admit_probability", _is_number(self.admit_probability)
-             and 0 < self.admit_probability <= 1, "a number in (0, 1]"),
+            self, "invalid dynamic table", "correct this setting", *rules_of(self),
             ("admit_probability", self.admit_after == 1 or self.admit_probability == 1,
              "1 if admit_after > 1: use only one of the two"),
-            ("eviction", self.eviction in KEY_EVICTIONS, f"one of {KEY_EVICTIONS}"),
-            *((name, getattr(self, name) is None or _is_count(getattr(self, name), _MOST_UPDATES),
-               f"None or an integer in [1, {_MOST_UPDATES}]")
-              for name in ("half_life", "time_to_live")),
             ("half_life", self.half_life is None or self.eviction != "lru",
-             "None with eviction='lru', which does not use counts"),
-            ("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
-             "a signed 64-bit integer"),
-            ("init_bound", self.init_bound is None
-             or (_is_number(self.init_bound) and 0 <= self.init_bound <= _MOST_FLOAT),
-             "None or a finite float32 >= 0"))
-
-
-def _is_count(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-
-def _is_number(value: object) -> bool:
-    return (isinstance(value, int | float) and not isinstance(value, bool)
-            and math.isfinite(value))
+             "None with eviction='lru', which does not use counts"))

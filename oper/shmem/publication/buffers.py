@@ -200,7 +200,6 @@ class BufferRows(LogicalRows):
 
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
-        """See `LogicalRows.gather_piece`."""
         d = self.directories[piece]
         if not d.is_mixed:
             super().gather_piece(piece, ids, part, columns, out)

@@ -119,12 +119,7 @@ class PublishedTables(BufferRows):
         Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
         Recommendation Systems" (2019), section 2.1.
         """
-        batch, dense = self._checked_interaction(batch, dense)
-        out: torch.Tensor
-        out, offsets, code, detail = torch.ops.oper.lookup_interaction(
-            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, dense)
-        self._check_status(code, detail, batch, offsets)
-        return out
+        return self._interaction(batch, dense, None, None)[1]
 
     def lookup_shared_interaction(
             self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
@@ -151,16 +146,11 @@ class PublishedTables(BufferRows):
         Raises:
             InvalidInputError, OperError: as `lookup_interaction`.
         """
-        batch, dense = self._checked_interaction(batch, dense)
-        users: torch.Tensor
-        users, samples, user_of, offsets, code, detail = torch.ops.oper.lookup_shared_interaction(
-            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, dense, first,
-            shared_keys)
-        self._check_status(code, detail, batch, offsets)
-        return users, samples, user_of
+        return self._interaction(batch, dense, first, shared_keys)
 
-    def _checked_interaction(self, batch: Lookup, dense: torch.Tensor
-                             ) -> tuple[Lookup, torch.Tensor]:
+    def _interaction(self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor | None,
+                     shared_keys: torch.Tensor | None
+                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         batch = self._checked(batch)
         if batch.shared is not None:
             raise InvalidInputError("cannot compute the interaction", "shape of inverse_indices",
@@ -172,7 +162,11 @@ class PublishedTables(BufferRows):
                                     (dense.dtype, tuple(dense.shape), batch.pooled),
                                     f"float32 {want}, True", "pass one dense row per sample of a "
                                     "pooled batch, as wide as the tables")
-        return batch, dense.contiguous()
+        users, samples, user_of, offsets, code, detail = torch.ops.oper.lookup_interaction(
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
+            dense.contiguous(), first, shared_keys)
+        self._check_status(code, detail, batch, offsets)
+        return users, samples, user_of
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if code:
