@@ -287,9 +287,13 @@ def _largest(node: Bound, mixed: bool) -> np.ndarray:
                 ids = piece.amount[o, IDS] / relaxation.tables[k].total[IDS]
                 owned = piece.amount[o] * min(1.0, float(mass[0]) / ids)
                 width = widths[j][0]
-                load = relaxation.pieces.load(k, rank_class, width, owned)
-                if mixed:
-                    load = np.minimum(load, node.node.limits.most)
-                over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
-                out = np.maximum(out, load / max(1.0, over))
+                rows = [owned]
+                if piece.choice[0] == o:  # the hottest row has one owner
+                    rows.append(np.array([1.0, *relaxation.pieces.hot[k, 0]]))
+                for part in rows:
+                    load = relaxation.pieces.load(k, rank_class, width, part)
+                    if mixed:
+                        load = np.minimum(load, node.node.limits.most)
+                    over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
+                    out = np.maximum(out, load / max(1.0, over))
     return out

@@ -259,8 +259,8 @@ class Node:
     def holds(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
         """Which configurations of the tables `tables` (int64 [N]) the node allows; bool [N].
 
-        Their pieces must be within the limits, and the table must push rows, or none, if the node
-        requires this.
+        Their pieces must be within the limits and push no row that is too heavy for them, and the
+        table must push rows, or none, if the node requires this.
         """
         r, number = self.relaxation, len(found)
         of, table, kind, mode, amount = _pieces_of(tables, found)
@@ -271,6 +271,10 @@ class Node:
         for o in np.flatnonzero(r.pushes).tolist():
             fits = self.fit.chosen(table, r.options[o].rank_class, kind)[1] > 0
             out &= np.bincount(of, pushed & (amount[:, o, IDS] > 0) & ~fits, number) == 0
+        heavy = self.fit.heavy[self.fit.place(table, kind)]
+        choices = [p.choice for x in found for p in x]
+        for n in np.flatnonzero(pushed & (heavy > 0)).tolist():
+            out[of[n]] &= not r.pushes[choices[n][:heavy[n]]].any()
         return np.asarray(out)
 
     def kinds(self, amount: np.ndarray, tables: np.ndarray, prices: np.ndarray) -> np.ndarray:
