@@ -182,12 +182,13 @@ class Pieces:
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
         whole, heavy = np.zeros(shape, np.uint8), np.zeros(self.narrow.size, np.int64)
         if self.tables:
+            total_ids = np.array([t.total[IDS] for t in self.tables])
             arrays = {"density": self.density, "tangents": self.tangents,
                       "per_unit": self.per_unit, "asks": self.asks, "partial": self.partial,
-                      "first": self.first, "total_ids": np.array([t.total[IDS]
-                                                                  for t in self.tables]),
-                      "hot": self.hot, "may": self._may.astype(np.uint8), "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
-                      "mass": mass, "least_sums": least_sums, "whole": whole, "heavy": heavy}
+                      "first": self.first, "total_ids": total_ids, "hot": self.hot,
+                      "may": self._may.astype(np.uint8), "narrow": self.narrow,
+                      "floor": self.floor - self.hidden, "most": limits.most, "mass": mass,
+                      "least_sums": least_sums, "whole": whole, "heavy": heavy}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self.density.shape[-2], num_tangents=len(_TANGENTS),
                         num_hot=self.hot.shape[1], sums=self.native_sums, step=limits.step)
