@@ -27,7 +27,8 @@ from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables; with more, each tree takes so long that fewer are better
 _NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
-_LEAST_SHARE = 1 / 8  # of the work, for every tree
+_LITTLE = 1 / 8  # share of the gap; a tree that would close less with twice the work has stalled
+_LEAST_SHARE = 1 / 8  # of the work, for every tree after that
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
 
@@ -42,9 +43,10 @@ class Subspace:
 
     Attributes:
         trees: branch-and-bound trees; the largest of their bounds counts. The first has relaxed
-            solutions that can be rounded. The others, made by `branch` once a plan is known, relax
-            a problem in which the host of the piece with the largest load of one kind is
-            distinguished. Which of them proves most differs from problem to problem.
+            solutions that can be rounded. The others, made by `branch` once a plan is known and the
+            first has stalled, relax a problem in which the host of the piece with the largest load
+            of one kind is distinguished. Their nodes take longer, and which of them proves most
+            differs from problem to problem.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain,
             microseconds.
         cutoff_us: the smallest cutoff so far, microseconds: only plans with a smaller step are
@@ -130,14 +132,18 @@ class Subspace:
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
-        if np.isfinite(step_us) and len(self.trees) == 1 and not (
-                self.trees[0].is_done and not self.trees[0].solved):
+        best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
+        known_us = best.bound.lower_bound_us
+        has_stalled = best.is_done or best.promise_us - known_us < _LITTLE * (
+            goal_us - self.extra_us - known_us)
+        if has_stalled and np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
             model = CostModel(self.bound.relaxation.problem)
             self.trees += [SearchTree(solve_node(Node(Relaxation(model, x)), deadline=deadline))
                            for x in self._loads]
         self.cutoff_us = min(self.cutoff_us, step_us)
         # Every tree has a share of the work; the most promising one has the rest.
-        for tree in sorted((x for x in self.trees if not x.is_done), key=lambda x: (
+        trees = [x for x in self.trees if not x.is_done] if has_stalled else [best]
+        for tree in sorted(trees, key=lambda x: (
                 x.work >= _LEAST_SHARE * self.work, -x.promise_us)):
             solved, known = tree.solved, tree.bound
             tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
