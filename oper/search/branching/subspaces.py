@@ -27,8 +27,10 @@ from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables; with more, each tree takes so long that fewer are better
 _NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
-_LITTLE = 1 / 8  # share of the gap; a tree that would close less with twice the work has stalled
-_LEAST_SHARE = 1 / 8  # of the work, for every tree after that
+#: A tree has stalled if it has this many nodes, and would close less than this share of the gap
+#: with twice the work. The root of another tree takes as long as about ten nodes.
+_ENOUGH, _LITTLE = 64, 1 / 8
+_LEAST_SHARE = 1 / 8  # of the work, for every tree once the first has stalled
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
 
@@ -132,24 +134,25 @@ class Subspace:
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
+        self.cutoff_us = min(self.cutoff_us, step_us)
+        step_us, goal_us = step_us - self.extra_us, goal_us - self.extra_us
         best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
-        known_us = best.bound.lower_bound_us
-        has_stalled = best.is_done or best.promise_us - known_us < _LITTLE * (
-            goal_us - self.extra_us - known_us)
-        if has_stalled and np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
+        left_us = goal_us - best.bound.lower_bound_us
+        if not best.is_done and not (best.solved >= _ENOUGH and best.rise_us < _LITTLE * left_us):
+            best.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
+            if not best.is_done:
+                return
+        if np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
             model = CostModel(self.bound.relaxation.problem)
             self.trees += [SearchTree(solve_node(Node(Relaxation(model, x)), deadline=deadline))
                            for x in self._loads]
-        self.cutoff_us = min(self.cutoff_us, step_us)
         # Every tree has a share of the work; the most promising one has the rest.
-        trees = [x for x in self.trees if not x.is_done] if has_stalled else [best]
-        for tree in sorted(trees, key=lambda x: (
-                x.work >= _LEAST_SHARE * self.work, -x.promise_us)):
+        for tree in sorted((x for x in self.trees if not x.is_done), key=lambda x: (
+                x.work >= _LEAST_SHARE * self.work, -x.rise_us - x.bound.lower_bound_us)):
             solved, known = tree.solved, tree.bound
-            tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
-                     deadline=deadline)
+            tree.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
             if tree.solved > solved or tree.bound is not known:
-                break
+                return
 
     def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
         """Branch as a proof of a similar problem did, to bound plans faster than `step_us`.

@@ -164,10 +164,10 @@ class SearchTree:
         return self.bound
 
     @property
-    def promise_us(self) -> float:
-        """The bound after twice the work, if it rises further as it has since half the work."""
+    def rise_us(self) -> float:
+        """By how much the bound has risen since half of the work so far, microseconds."""
         half = bisect_right(self._history, (self.work // 2, np.inf))
-        return 2 * self.bound.lower_bound_us - self._history[half - 1][1]
+        return self.bound.lower_bound_us - self._history[half - 1][1]
 
     def _solve(self, part: Node, pool: Pool, deadline: float | None,
                rounds: int = MAX_ROUNDS, closest: bool = False) -> Bound:
