@@ -90,39 +90,45 @@ class Fit {
   // Whether an owner with this mass, of the rows that load it least, keeps all limits.
   bool fits(double mass) const {
     const double* asks = f_.asks + (table_ * f_.num_classes + class_) * f_.num_loads;
-    return keeps_limits(mass, [&](int64_t g) { return least_load(g, mass) - (mass == 1 ? asks[g] : 0.0); }, 1.0);
+    const double bytes = part_ * sums_at(f_.sums, table_, mass);
+    return keeps_limits(
+        [&](int64_t g) { return least_load(g, mass) - (mass == 1 ? asks[g] : 0.0) + bytes * partial(g); }, 1.0);
   }
 
   // How many of the hottest rows no owner of a part of the table can have: a row has one owner, whose
-  // load is at least that of the row and the least load of any further rows.
+  // load is at least that of the row and its partial sums, and the least load of any further rows. If
+  // sums load their owner less than a reader, it is assumed to send all.
   int64_t heavy_rows() const {
     const double* units = f_.per_unit + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures;
     for (int64_t n = 0; n < f_.num_hot; ++n) {
       const double* row = f_.hot + (table_ * f_.num_hot + n) * kFeatures;
+      const double its = part_ * sums_at(f_.sums, table_, row[0] / f_.total_ids[table_]),
+                   sums = sums_at(f_.sums, table_, 1.0);
       const auto load = [&](int64_t g) {
         double all = 0, here = 0;  // of all columns, and of the narrowest piece of the type
         for (int64_t i = 0; i < kFeatures; ++i)
           all += row[i] * units[g * kFeatures + i], here += row[i] * along(units, g, i);
-        return std::min(all, here) + least_load(g, 0.0);
+        return std::min(all, here) + least_load(g, 0.0) + partial(g) * (partial(g) > 0 ? its : sums);
       };
-      if (keeps_limits(row[0] / f_.total_ids[table_], load, 1 + kRounding)) return n;
+      if (keeps_limits(load, 1 + kRounding)) return n;
     }
     return f_.num_hot;
   }
 
-  // Whether an owner keeps all limits, times `slack`, with load(g) and the partial sums of a mass.
+  // Load g of a byte of partial sums on its owner.
+  double partial(int64_t g) const { return f_.partial[(table_ * f_.num_classes + class_) * f_.num_loads + g]; }
+
+  // Whether an owner with load(g) keeps all limits, times `slack`.
   template <class Load>
-  bool keeps_limits(double mass, Load load, double slack) const {
+  bool keeps_limits(Load load, double slack) const {
     const int64_t G = f_.num_loads;
-    const double* partial = f_.partial + (table_ * f_.num_classes + class_) * G;
-    const double bytes = part_ * sums_at(f_.sums, table_, mass);
     double step = 0;
     for (int64_t phase = 0; phase < G; phase += kGroups) {
       double busy = 0;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double most = load(g) + bytes * partial[g];
-        if (most > f_.most[g] * slack) return false;
-        busy = std::max(busy, most + f_.floor[class_ * G + g]);
+        const double its = load(g);
+        if (its > f_.most[g] * slack) return false;
+        busy = std::max(busy, its + f_.floor[class_ * G + g]);
       }
       step += busy;
     }

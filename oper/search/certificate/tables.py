@@ -315,6 +315,8 @@ class TableCosts:
         for b in range(self.single.max(initial=0)):
             row = self.blocks[of, b]
             sums = self._sums(of, row[:, IDS] / self.total[of]).reshape(-1, 1, 1, 1)
+            # If sums load their owner less than a reader, it is assumed to send all.
+            sums = np.where(self.partial[of] > 0, sums, self.sums[of, -1].reshape(-1, 1, 1, 1))
             load = (np.einsum("nf,ncfpg->ncpg", row[:, IDS:], self.unit[at]) + least
                     + part * sums * self.partial[of])
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
