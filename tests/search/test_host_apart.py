@@ -11,6 +11,7 @@ from test_branching import stated
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.search.branching import subspaces as subspaces_module
+from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
@@ -96,8 +97,9 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
 
 def test_once_the_first_tree_has_stalled_the_most_promising_is_continued(monkeypatch):
     work = plan_workloads.few_tables(0)
-    part = subspaces(make_problem(work.tables, work.stats, plan_workloads.machine(16),
-                                  batch_size=work.batch_size, allow=EVERYTHING), None)[0]
+    few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                       batch_size=work.batch_size, allow=EVERYTHING)
+    part = subspaces(few, None)[0]
     (first,) = part.trees
     far = 1e12
     monkeypatch.setattr(subspaces_module, "_ENOUGH", 20)
@@ -115,6 +117,10 @@ def test_once_the_first_tree_has_stalled_the_most_promising_is_continued(monkeyp
         solved = [x.solved for x in part.trees]
         part.branch(far, far, None)
         assert [x for x, n in zip(part.trees, solved, strict=True) if x.solved > n] == [tree]
+    tree, again = part.trees[1], subspaces(few, None)[0]  # the proof serves for equal problems
+    value = part_to_json(tree, part.plans, tree.bound.lower_bound_us)
+    again.grow_as({"parts": [value]}, far, 1.0)
+    assert again.trees[1].bound.lower_bound_us == pytest.approx(tree.bound.lower_bound_us, rel=1e-5)
 
 
 def test_a_host_is_distinguished_if_hosts_are_alike():

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.branching.proof import grow_as, part_to_json
+from oper.search.branching.proof import grow_as, load_name, part_to_json
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
@@ -143,9 +143,7 @@ class Subspace:
             if not best.is_done:
                 return
         if np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
-            model = CostModel(self.bound.relaxation.problem)
-            self.trees += [SearchTree(solve_node(Node(Relaxation(model, x)), deadline=deadline))
-                           for x in self._loads]
+            self.trees += [self._with_host(x, deadline) for x in self._loads]
         # Every tree has a share of the work; the most promising one has the rest.
         for tree in sorted((x for x in self.trees if not x.is_done), key=lambda x: (
                 x.work >= _LEAST_SHARE * self.work, -x.rise_us - x.bound.lower_bound_us)):
@@ -161,9 +159,19 @@ class Subspace:
         problem divided by its step in that one.
         """
         self.cutoff_us = min(self.cutoff_us, step_us)
+        loads = {tuple(load_name(self.bound.relaxation, x)): x for x in self._loads}
         for part in proof["parts"]:
-            if set(part["plans"]) == set(self.plans) and part["apart"] is None:
-                grow_as(self.trees[0], part, step_us - self.extra_us, scale)
+            host = None if part["apart"] is None else loads.get(tuple(part["apart"]))
+            if set(part["plans"]) != set(self.plans) or (host is None) != (part["apart"] is None):
+                continue
+            if host is not None:
+                self.trees.append(self._with_host(host, None))
+            grow_as(self.trees[-1], part, step_us - self.extra_us, scale)
+
+    def _with_host(self, load: Load, deadline: float | None) -> SearchTree:
+        """A tree in which the host of the piece with the largest such load is distinguished."""
+        relaxation = Relaxation(self.bound.relaxation.model, load)
+        return SearchTree(solve_node(Node(relaxation), deadline=deadline))
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the `number` nodes with the least bounds, in ascending order."""
