@@ -1,6 +1,6 @@
 // How large a share (mass) of a table's lookups one owner of pushed rows can have, for each type of
-// column piece and class of ranks, so that no rank exceeds the limits of an OperFit; and lower
-// bounds of the partial sums that follow from it.
+// column piece and class of ranks, so that no rank exceeds the limits of an OperFit; which of the hottest
+// rows no owner can have; and lower bounds of the partial sums that follow from it.
 #include "search/price.h"
 #include "search/sums.h"
 
@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kGroups = 5;        // groups of loads per phase, of which the largest counts
 constexpr int kBisections = 20;
+constexpr double kRounding = 1e-8;  // relative tolerance within which a single row keeps a limit
 constexpr int64_t kFeatures = 3;  // see OperFit::per_unit
 
 // A limit of the load of one owner.
@@ -28,8 +29,10 @@ class Fit {
   explicit Fit(OperFit& f) : f_(f) {}
 
   void run() {
-    for (int64_t k = 0; k < f_.num_tables; ++k)
+    for (int64_t k = 0; k < f_.num_tables; ++k) {
+      std::fill(f_.heavy + f_.first[k], f_.heavy + f_.first[k + 1], f_.num_hot);
       for (int64_t c = 0; c < f_.num_classes; ++c) table(k, c);
+    }
   }
 
  private:
@@ -56,6 +59,8 @@ class Fit {
       const int64_t at = j * f_.num_classes + c;
       f_.mass[at] = low == 1 ? 1.0 : high;
       if (f_.mass[at] > 0 && low < 1) least_sums(f_.least_sums + at * kFeatures);
+      if (f_.mass[at] > 0 && f_.may[k * f_.num_classes + c])
+        f_.heavy[j] = std::min(f_.heavy[j], low < 1 ? heavy_rows() : 0);
     }
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }
@@ -84,21 +89,50 @@ class Fit {
 
   // Whether an owner with this mass, of the rows that load it least, keeps all limits.
   bool fits(double mass) const {
-    const int64_t G = f_.num_loads;
-    const double* partial = f_.partial + (table_ * f_.num_classes + class_) * G;
-    const double* asks = f_.asks + (table_ * f_.num_classes + class_) * G;
+    const double* asks = f_.asks + (table_ * f_.num_classes + class_) * f_.num_loads;
     const double bytes = part_ * sums_at(f_.sums, table_, mass);
+    return keeps_limits(
+        [&](int64_t g) { return least_load(g, mass) - (mass == 1 ? asks[g] : 0.0) + bytes * partial(g); }, 1.0);
+  }
+
+  // How many of the hottest rows no owner of a part of the table can have: a row has one owner, whose
+  // load is at least that of the row and its partial sums, and the least load of any further rows. If
+  // sums load their owner less than a reader, it is assumed to send all.
+  int64_t heavy_rows() const {
+    const double* units = f_.per_unit + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures;
+    for (int64_t n = 0; n < f_.num_hot; ++n) {
+      const double* row = f_.hot + (table_ * f_.num_hot + n) * kFeatures;
+      const double its = part_ * sums_at(f_.sums, table_, row[0] / f_.total_ids[table_]),
+                   sums = sums_at(f_.sums, table_, 1.0);
+      const auto load = [&](int64_t g) {
+        double all = 0, here = 0;  // of all columns, and of the narrowest piece of the type
+        for (int64_t i = 0; i < kFeatures; ++i)
+          all += row[i] * units[g * kFeatures + i], here += row[i] * along(units, g, i);
+        return std::min(all, here) + least_load(g, 0.0) + partial(g) * (partial(g) > 0 ? its : sums);
+      };
+      if (keeps_limits(load, 1 + kRounding)) return n;
+    }
+    return f_.num_hot;
+  }
+
+  // Load g of a byte of partial sums on its owner.
+  double partial(int64_t g) const { return f_.partial[(table_ * f_.num_classes + class_) * f_.num_loads + g]; }
+
+  // Whether an owner with load(g) keeps all limits, times `slack`.
+  template <class Load>
+  bool keeps_limits(Load load, double slack) const {
+    const int64_t G = f_.num_loads;
     double step = 0;
     for (int64_t phase = 0; phase < G; phase += kGroups) {
       double busy = 0;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double load = least_load(g, mass) - (mass == 1 ? asks[g] : 0.0) + bytes * partial[g];
-        if (load > f_.most[g]) return false;
-        busy = std::max(busy, load + f_.floor[class_ * G + g]);
+        const double its = load(g);
+        if (its > f_.most[g] * slack) return false;
+        busy = std::max(busy, its + f_.floor[class_ * G + g]);
       }
       step += busy;
     }
-    return step <= f_.step;
+    return step <= f_.step * slack;
   }
 
   // Lower bound of the partial sums, linear in the features of the rows.

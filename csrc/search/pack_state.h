@@ -358,7 +358,7 @@ class PackState {
     saved_rank_.clear(), saved_load_.clear();
     log_.clear(), numbers_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_;
-    refilled_ = {-1, -1};
+    refilled_ = {};
   }
   void finish_move() {
     for (const int k : recut_) settle_cuts(k);
@@ -375,9 +375,9 @@ class PackState {
     every_ = saved_every_, fill_ = saved_fill_;
     for (const int k : recut_) counted_cuts_[k] = cuts_of(k);
     recut_.clear();
-    if (refilled_.first >= 0) {
-      set_units(refilled_.first, units_[refilled_.first] + 1);
-      set_units(refilled_.second, units_[refilled_.second] - 1);
+    if (refilled_.units > 0) {
+      set_units(refilled_.from, units_[refilled_.from] + refilled_.units);
+      set_units(refilled_.to, units_[refilled_.to] - refilled_.units);
     }
   }
 
@@ -446,7 +446,9 @@ class PackState {
   std::vector<int64_t> candidate_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_;
-  std::pair<int64_t, int64_t> refilled_{-1, -1};
+  struct Refilled {  // units of pulled rows moved between two ranks
+    int64_t from = 0, to = 0, units = 0;
+  } refilled_;
   std::vector<Piece> pieces_;
   std::vector<int> free_, recut_;
   std::vector<double> counted_cuts_;

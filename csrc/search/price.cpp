@@ -24,6 +24,7 @@ namespace {
 using namespace oper::search;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNever = 1e30;       // cost of a block that may not be pushed
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
 constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
@@ -137,7 +138,7 @@ class Pricing {
     mode_ = mode;
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
-      if (admitted(j)) types_.push_back({begin_type(j), j});
+      if (admitted(j) && (mode == kTiersPushed || heavy(j) == 0)) types_.push_back({begin_type(j), j});
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
       limit_ = best_;
@@ -336,6 +337,7 @@ class Pricing {
         for (int64_t f = 0; f < 3; ++f) sums += unit[f] * p_.features[f * p_.num_blocks + begin + b];
         least_sums_[m * n + b] = price_of(m) * sums;
       }
+      std::fill_n(&pushed_[m * n], heavy(j), kNever);
       of_class_.push_back(m);
     }
   }
@@ -496,7 +498,14 @@ class Pricing {
       if (may_push(j, m)) return true;
     return false;
   }
-  // Whether a class may own pieces of type j; then it may own every block of the table.
+  // The number of first blocks that may not be pushed in pieces of type j.
+  int64_t heavy(int64_t j) const {
+    int64_t least = n_;
+    for (int64_t m = 0; m < p_.num_options; ++m)
+      if (may_push(j, m)) least = std::min(least, p_.heavy[type_of(j, m)]);
+    return least;
+  }
+  // Whether a class may own pieces of type j; then it may own every block of the table that is not heavy.
   bool may_push(int64_t j, int64_t m) const {
     return mass_of(j, m) > 0 && std::isfinite(p_.go[m * p_.num_blocks + begin_]);
   }

@@ -16,7 +16,7 @@ struct OperSums {
 // Largest mass of one owner, by type of piece; see `Pieces.fit`.
 struct OperFit {
   OperArgument argument;
-  int64_t num_tables, num_classes, num_loads, num_tangents;  // T, C, G (phases x 5), L
+  int64_t num_tables, num_classes, num_loads, num_tangents, num_hot;  // T, C, G (phases x 5), L, H
   OperSums sums;
   // Third axis: pieces of all columns, and of the narrowest width; see `Pieces._set_loads`.
   const double* density;  // [T, C, 2, G, 3], load of all lookups: to the lightest block, heaviest, as are
@@ -26,6 +26,8 @@ struct OperFit {
   const double* partial;  // [T, C, G], load of a byte of partial sums
   const int64_t* first;   // [T + 1], first of each table's types, of N in total
   const double* total_ids;  // [T]
+  const double* hot;      // [T, H, 3], features except rows of a table's hottest rows, then zeros
+  const uint8_t* may;     // [T, C], whether the table may be pushed to the class
   const double* narrow;   // [N], narrowest width of each type; a table's first type is the whole row
   const double* floor;    // [C, G], load that every plan puts on the owner
   const double* most;     // [G], upper limit of the load of a piece
@@ -33,6 +35,7 @@ struct OperFit {
   double* mass;           // [N, C], out: 0 if no piece fits
   double* least_sums;     // [N, C, 3], out: least bytes of partial sums per unit of each feature
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
+  int64_t* heavy;         // [N], out: how many of the hottest rows no owner may have in such pieces
 };
 
 // The cheapest configuration of every table; see `Node.price`. Many tables are priced by two threads;
@@ -64,6 +67,7 @@ struct OperPricing {
   const double *streams, *mass; // by type
   const double* least_sums;     // by type, 3 each: least bytes of partial sums per unit of each feature
   const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
+  const int64_t* heavy;         // by type, how many of the table's first blocks may not be pushed
   const int64_t* columns;       // [T], columns that pieces must add up to; 0 for tables not cut so
   const uint8_t* pushes;        // [T], 0: undecided; 1: no row is pushed; 2: some row is
   const double* known;          // [T], cost of the cheapest known configuration, or infinity

@@ -14,7 +14,7 @@ from oper.errors import MissingDependencyError
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-VERSION = 3  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
+VERSION = 4  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
 
 
 class Sums(ctypes.Structure):
@@ -34,11 +34,12 @@ class Fit(Argument):
     """`OperFit` of ``csrc/search/price.h``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((n, _int) for n in ("num_tables", "num_classes", "num_loads", "num_tangents")),
+        *((n, _int) for n in ("num_tables", "num_classes", "num_loads", "num_tangents",
+                            "num_hot")),
         ("sums", Sums),
         *((n, _array) for n in ("density", "tangents", "per_unit", "asks", "partial", "first",
-                                "total_ids", "narrow", "floor", "most")),
-        ("step", _double), *((n, _array) for n in ("mass", "least_sums", "whole"))]
+                                "total_ids", "hot", "may", "narrow", "floor", "most")),
+        ("step", _double), *((n, _array) for n in ("mass", "least_sums", "whole", "heavy"))]
 
 
 class Pricing(Argument):
@@ -50,7 +51,7 @@ class Pricing(Argument):
         *((n, _array) for n in (
             "starts", "stay", "stay_more", "one", "tiers", "tiers_pushed", "go", "more", "own",
             "features", "ids", "total_ids", "price", "first", "streams", "mass", "least_sums",
-            "narrowest", "columns",
+            "narrowest", "heavy", "columns",
             "pushes", "known", "out_value", "out_num_parts", "out_kind", "out_mode", "out_share",
             "out_streams", "out_chosen"))]
 

@@ -321,7 +321,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
-                    step_us / (1 + goal_gap), deadline, apart=True)
+                    step_us / (1 + goal_gap), deadline)
     proof = _proof(parts)
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:

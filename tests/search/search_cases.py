@@ -160,5 +160,6 @@ def space_bound(stated: Problem, max_work: int = 0) -> float:
         return 0.0
     found = [x for x in parts if not x.bound.is_infeasible]
     if max_work:
-        tighten(found, max_work, np.inf, np.inf, None, apart=True)
+        far = 1e18  # a finite step, so that hosts are distinguished
+        tighten(found, max_work, far, far, None)
     return min(x.lower_bound_us for x in found)

@@ -20,7 +20,7 @@ from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import PUSHES, STILL, Node
 from oper.search.problem.space import COLUMN_STEP, EVERYTHING, MIN_COLUMNS
-from oper.search.problem.statement import IDS, NUM_FEATURES, Problem, make_problem
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, Problem, make_problem
 from oper.search.relaxation.pieces import LoadLimits, column_widths
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import LOCAL
@@ -274,6 +274,30 @@ def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
                 seen += 0 < mass < 1
                 tight += 0 < mass < 1 and max(most) > 0.7 * mass
     assert seen > 5 and (name == "hosts" or tight > 0.5 * seen)
+
+
+@pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
+def test_no_owner_of_a_heavy_row_keeps_the_limits(name):
+    """Each owner has one of the hottest rows, and random others."""
+    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
+    relaxation = Relaxation(CostModel(stated(2, name, costs=costs)))
+    pieces, rng, seen, kept = relaxation.pieces, np.random.default_rng(2), 0, 0
+    classes = range(len(relaxation.classes.ranks))
+    for k, t in enumerate(relaxation.tables):
+        hottest = t.blocks[0]
+        assert hottest[ROWS] == 1 and (pieces.hot[k, 0] == hottest[IDS:]).all()
+        most = pieces.load(k, 0, t.spec.dim, hottest) * rng.uniform(0.3, 0.9)
+        fit = pieces.fit(LoadLimits(0 * most, np.where(most > 0, most, np.inf)))
+        for (first, last), heavy in zip(pieces.widths[k], fit.heavy[slice(
+                *pieces.first[k:k + 2])].tolist(), strict=True):
+            for width, b, c in product((first, last), range(heavy), classes):
+                part = rng.uniform(0, 1, len(t.blocks)) ** rng.choice([1, 20, 400])
+                part[b] = 1.0
+                load = pieces.load(k, c, width, part @ t.blocks)
+                assert (load > np.where(most > 0, most, np.inf)).any()
+                seen += 1
+            kept += heavy < len(pieces.hot[k])
+    assert seen > 20 and kept
 
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])

@@ -25,6 +25,7 @@ def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray) -> float:
     asked = Asked({}, np.ones((1, mass.size)), np.zeros(()), 0.0, 0.0, 0.0)
     return float(costs._pushed(np.zeros(1, np.int64), asked, go[None],
                                np.full((1, share.size), np.inf), mass[None],
+                               np.zeros((1, share.size), bool),
                                [line[None], line[None].copy()])[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +10,9 @@ from search_cases import gpus, problem, recomputed
 from test_branching import stated
 
 from oper.bench.plan import workloads as plan_workloads
-from oper.search.branching.subspaces import _distinguished_load, subspaces
+from oper.search.branching import subspaces as subspaces_module
+from oper.search.branching.proof import part_to_json
+from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike
@@ -94,38 +95,41 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
     assert tighten_bound(plan, few, max_work=1400).lower_bound_us >= plan.lower_bound_us
 
 
-def test_after_equal_work_the_tree_with_the_higher_bound_is_continued():
+def test_once_the_first_tree_has_stalled_the_most_promising_is_continued(monkeypatch):
     work = plan_workloads.few_tables(0)
-    part = subspaces(make_problem(work.tables, work.stats, plan_workloads.machine(16),
-                                  batch_size=work.batch_size, allow=EVERYTHING), None)[0]
-
-    def branch(apart: bool) -> None:
-        part.branch(np.inf, np.inf, None, apart)
-
-    for _ in range(2):
-        branch(False)
+    few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                       batch_size=work.batch_size, allow=EVERYTHING)
+    part = subspaces(few, None)[0]
     (first,) = part.trees
-    branch(True)
-    second = part.trees[1]
-    while second.work <= first.work:
-        solved = first.solved
-        branch(True)
-        assert first.solved == solved
-    for ahead, behind in ((first, second), (second, first)):
-        ahead.bound = replace(ahead.bound, lower_bound_us=2.0)
-        behind.bound = replace(behind.bound, lower_bound_us=1.0)
-        solved = ahead.solved, behind.solved
-        branch(True)
-        assert ahead.solved > solved[0]
-        assert behind.solved == solved[1]
+    far = 1e12
+    monkeypatch.setattr(subspaces_module, "_ENOUGH", 20)
+    while first.solved < 20:  # as long as it has few nodes, the first tree is continued
+        part.branch(far, far, None)
+        assert part.trees == [first]
+    while not all(x.work for x in part.trees) or len(part.trees) == 1:
+        part.branch(far, far, None)
+    phases = [x.bound.relaxation.distinguished for x in part.trees]
+    assert phases == [None, (0, REQUESTS[1]), (1, REQUESTS[1]), (3, REQUESTS[1])]
+    monkeypatch.setattr(subspaces_module, "_LEAST_SHARE", 0.0)
+    for tree in part.trees:
+        for x in part.trees:  # bounds before any work; that of one tree has risen most
+            x._history = [(0, x.bound.lower_bound_us - 1e9 * (x is tree))]
+        solved = [x.solved for x in part.trees]
+        part.branch(far, far, None)
+        assert [x for x, n in zip(part.trees, solved, strict=True) if x.solved > n] == [tree]
+    tree, again = part.trees[1], subspaces(few, None)[0]  # the proof serves for equal problems
+    value = part_to_json(tree, part.plans, tree.bound.lower_bound_us)
+    again.grow_as({"parts": [value]}, far, 1.0)
+    assert again.trees[1].bound.lower_bound_us == pytest.approx(tree.bound.lower_bound_us, rel=1e-5)
 
 
 def test_a_host_is_distinguished_if_hosts_are_alike():
     many = stated(2, "mixed")
     relaxation = Relaxation(CostModel(many))
     assert len(relaxation.classes.ranks) == 2
-    expected = relaxation.model.request_phase, GROUPS.index("cross_in")
-    assert _distinguished_load(relaxation) == expected
+    loads = _host_loads(relaxation)
+    assert relaxation.model.request_phase in {phase for phase, _ in loads}
+    assert {group for _, group in loads} == {GROUPS.index("cross_in")}
     plan = plan_problem(many, target_gap=0.0)
     better = tighten_bound(plan, many, max_work=2100)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)

@@ -95,7 +95,7 @@ def proved(problem: Problem, factor: float, max_work: int) -> tuple[float, float
     branching, microseconds."""
     parts = subspaces(problem, None)
     step_us = factor * min(x.lower_bound_us for x in parts)
-    tighten(parts, max_work, step_us, step_us, None, apart=True)
+    tighten(parts, max_work, step_us, step_us, None)
     proof = _proof(parts)
     checked = Proof(problem, proof)
     bounds = [x for part in proof["parts"] for x in checked.part(part)]

@@ -76,7 +76,8 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     states = rng.integers(0, 3, num_tables).astype(np.uint8)
     if must:
         states[states == STILL] = FREE
-    arrays = {"starts": np.arange(num_tables + 1) * n, "stay": stay, "go": go,
+    heavy = rng.integers(0, 1 if must else 3, num_tables * num_options)
+    arrays = {"starts": np.arange(num_tables + 1) * n, "stay": stay, "go": go, "heavy": heavy,
               "stay_more": np.zeros(blocks),
               "more": np.zeros_like(go), "ids": ids.ravel(),
               "features": features, "least_sums": least_sums, "total_ids": np.ones(num_tables),
@@ -117,7 +118,8 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
             out += price[k, m] * np.maximum(by_mass, pushed @ (
                 features[:, at].T @ least_sums[k * num_options + m]))
         outside = {FREE: none & False, STILL: ~none, PUSHES: none}
-        out[outside[states[k]]] = np.inf
+        first = heavy.reshape(-1, num_options)[k].min()  # blocks that may not be pushed
+        out[outside[states[k]] | (classes[:, :first] > 0).any(axis=1)] = np.inf
         return out
 
     every = np.array(list(product(range(must, num_options + 1), repeat=n)))

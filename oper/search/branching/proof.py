@@ -38,7 +38,7 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
         ``[kind, phase, group]`` for an inequality about the owner of the largest piece.
     """
     by_load = tree.bound.relaxation.distinguished
-    load = None if by_load is None else _load_name(tree.bound.relaxation, by_load)
+    load = None if by_load is None else load_name(tree.bound.relaxation, by_load)
     return {"plans": list(plans), "apart": load, "rows": _row_names(tree.bound.relaxation),
             "tree": _tree_to_json(tree.root, target_us)}
 
@@ -57,7 +57,7 @@ def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float
     names = {t.spec.name: k for k, t in enumerate(relaxation.tables)}
     rows = {tuple(x): k for k, x in enumerate(_row_names(relaxation))}
     at = {str(n): rows.get(tuple(x)) for n, x in enumerate(part["rows"])}
-    loads = {tuple(_load_name(relaxation, x.load)): x.load for x in relaxation.inequalities}
+    loads = {tuple(load_name(relaxation, x.load)): x.load for x in relaxation.inequalities}
 
     def grown(value: dict[str, Any], node: Node) -> TreeNode:
         if "parts" not in value:
@@ -109,10 +109,11 @@ def _row_names(relaxation: Relaxation) -> list[list[Any]]:
     return [*(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
             *(["memory", k] for k in range(classes.num_domain_classes)),
             *(["host memory", k] for k in range(classes.num_host_classes) if uses_host),
-            *([x.kind, *_load_name(relaxation, x.at)] for x in relaxation.inequalities)]
+            *([x.kind, *load_name(relaxation, x.at)] for x in relaxation.inequalities)]
 
 
-def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:
+def load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:
+    """The names of the phase and group of a load."""
     return [relaxation.model.phases[load[0]], GROUPS[load[1]]]
 
 
@@ -127,4 +128,4 @@ def _tree_to_json(node: TreeNode, target_us: float) -> dict[str, Any]:
     if isinstance(at, int):
         return {"table": relaxation.tables[at].spec.name, "parts": parts}
     at_us = float(node.branching.children[1].limits.least[at])
-    return {"load": _load_name(relaxation, at), "at_us": at_us, "parts": parts}
+    return {"load": load_name(relaxation, at), "at_us": at_us, "parts": parts}

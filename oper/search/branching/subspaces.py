@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.branching.proof import grow_as, part_to_json
+from oper.search.branching.proof import grow_as, load_name, part_to_json
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
@@ -22,10 +22,15 @@ from oper.search.pricing.node import Node
 from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.relaxation import Relaxation
 
-_MANY = 200  # tables; with more, parts are merged
-_NEGLIGIBLE = 1e-2  # share of a step below which barriers are negligible
+_MANY = 200  # tables; with more, each tree takes so long that fewer are better
+_NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
+#: A tree has stalled if it has this many nodes, and would close less than this share of the gap
+#: with twice the work. The root of another tree takes as long as about ten nodes.
+_ENOUGH, _LITTLE = 64, 1 / 8
+_LEAST_SHARE = 1 / 8  # of the work, for every tree once the first has stalled
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
 
@@ -39,10 +44,11 @@ class Subspace:
         deadline: `time.monotonic()` value after which no further round begins.
 
     Attributes:
-        trees: one or two branch-and-bound trees; the larger of their bounds counts. The first has
-            relaxed solutions that can be rounded. The second, made by `branch` if requested,
-            relaxes a problem in which the host of the largest piece is distinguished. Each of its
-            nodes takes longer, so it pays only if there is much time.
+        trees: branch-and-bound trees; the largest of their bounds counts. The first has relaxed
+            solutions that can be rounded. The others, made by `branch` once a plan is known and the
+            first has stalled, relax a problem in which the host of the piece with the largest load
+            of one kind is distinguished. Their nodes take longer, and which of them proves most
+            differs from problem to problem.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain,
             microseconds.
         cutoff_us: the smallest cutoff so far, microseconds: only plans with a smaller step are
@@ -54,7 +60,7 @@ class Subspace:
         bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
         self.plans = plans
         self.trees = [SearchTree(bound)]
-        self._distinguished = _distinguished_load(bound.relaxation)
+        self._loads = _host_loads(bound.relaxation)
         base = bound.relaxation.fixed_tally
         model = bound.relaxation.model
         extra_us = model.push_us * (STILL not in plans and not base.num_pushed) + (
@@ -75,7 +81,7 @@ class Subspace:
 
     @property
     def uncapped_us(self) -> float:
-        """The better tree's bound; it bounds only plans with a step below `cutoff_us`."""
+        """The best tree's bound; it bounds only plans with a step below `cutoff_us`."""
         return max(x.bound.lower_bound_us for x in self.trees) + self.extra_us
 
     @property
@@ -95,13 +101,13 @@ class Subspace:
         """
         mine, theirs = (x.bound.relaxation.problem.allow for x in (self, other))
         spared = other.extra_us - self.extra_us
-        return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
+        return "push" in mine and mine < theirs and (
+            spared <= _NEGLIGIBLE_OF_MANY * self.lower_bound_us)
 
     def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
         """Merge the plans of another part into this one, whose bound then leaves out its barriers.
 
-        They are merged if this part contains all of them, there are many tables, and the barriers
-        are negligible.
+        They are merged if this part contains all of them and the barriers are negligible.
 
         Args:
             part: the problem restricted to the other plans.
@@ -111,37 +117,40 @@ class Subspace:
             Whether the plans were merged.
         """
         relaxation = self.bound.relaxation
-        if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
-                or self.bound.overflow > 1e-6
-                or self.extra_us > _NEGLIGIBLE * self.lower_bound_us):
+        share = _NEGLIGIBLE_OF_MANY if len(relaxation.tables) > _MANY else _NEGLIGIBLE
+        if (not part.allow < relaxation.problem.allow or self.bound.overflow > 1e-6
+                or self.extra_us > share * self.lower_bound_us):
             return False
         self.root_us -= self.extra_us
         self.extra_us = 0.0
         self.plans = (*plans, *self.plans)
         return True
 
-    def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: bool) -> None:
+    def branch(self, step_us: float, goal_us: float, deadline: float | None) -> None:
         """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
         Args:
             step_us: the step of a known plan, microseconds.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
-            apart: whether to make a second tree, in which a host is distinguished, if the problem
-                allows it. Of two trees, the one with the higher bound is continued.
         """
-        first = self.trees[0]
-        if apart and len(self.trees) == 1 and self._distinguished is not None and (
-                not first.is_single):
-            model = CostModel(first.bound.relaxation.problem)
-            self.trees.append(SearchTree(solve_node(
-                Node(Relaxation(model, self._distinguished)), deadline=deadline)))
         self.cutoff_us = min(self.cutoff_us, step_us)
-        last = self.trees[-1]
-        tree = last if apart and (not last.work or last.bound.lower_bound_us
-                                  >= first.bound.lower_bound_us) else first
-        tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
-                 deadline=deadline)
+        step_us, goal_us = step_us - self.extra_us, goal_us - self.extra_us
+        best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
+        left_us = goal_us - best.bound.lower_bound_us
+        if not best.is_done and not (best.solved >= _ENOUGH and best.rise_us < _LITTLE * left_us):
+            best.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
+            if not best.is_done:
+                return
+        if np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
+            self.trees += [self._with_host(x, deadline) for x in self._loads]
+        # Every tree has a share of the work; the most promising one has the rest.
+        for tree in sorted((x for x in self.trees if not x.is_done), key=lambda x: (
+                x.work >= _LEAST_SHARE * self.work, -x.rise_us - x.bound.lower_bound_us)):
+            solved, known = tree.solved, tree.bound
+            tree.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
+            if tree.solved > solved or tree.bound is not known:
+                return
 
     def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
         """Branch as a proof of a similar problem did, to bound plans faster than `step_us`.
@@ -150,9 +159,19 @@ class Subspace:
         problem divided by its step in that one.
         """
         self.cutoff_us = min(self.cutoff_us, step_us)
+        loads = {tuple(load_name(self.bound.relaxation, x)): x for x in self._loads}
         for part in proof["parts"]:
-            if set(part["plans"]) == set(self.plans) and part["apart"] is None:
-                grow_as(self.trees[0], part, step_us - self.extra_us, scale)
+            host = None if part["apart"] is None else loads.get(tuple(part["apart"]))
+            if set(part["plans"]) != set(self.plans) or (host is None) != (part["apart"] is None):
+                continue
+            if host is not None:
+                self.trees.append(self._with_host(host, None))
+            grow_as(self.trees[-1], part, step_us - self.extra_us, scale)
+
+    def _with_host(self, load: Load, deadline: float | None) -> SearchTree:
+        """A tree in which the host of the piece with the largest such load is distinguished."""
+        relaxation = Relaxation(self.bound.relaxation.model, load)
+        return SearchTree(solve_node(Node(relaxation), deadline=deadline))
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the `number` nodes with the least bounds, in ascending order."""
@@ -180,33 +199,32 @@ def fit(parts: list[Subspace]) -> bool:
 
 
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
-            deadline: float | None, apart: bool = False) -> int:
+            deadline: float | None) -> int:
     """Branch on the part with the least bound until it reaches `goal_us`, or work or time run out.
 
-    `max_work` is in the unit of `SearchTree.work`, `apart` as for `Subspace.branch`. Returns the
-    number of relaxations solved.
+    `max_work` is in the unit of `SearchTree.work`. Returns the number of relaxations solved.
     """
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
     while sum(x.work for x in parts) < end:
         lowest = min(parts, key=lambda x: x.lower_bound_us)
         solved, known = lowest.solved, lowest.lower_bound_us
-        lowest.branch(step_us, goal_us, deadline, apart)
+        lowest.branch(step_us, goal_us, deadline)
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
 
 
-def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load (phase, group) whose largest piece determines the distinguished host (on a single
-    host: memory domain): bytes received over links, in the request phase if there are several
-    hosts. None if hosts differ, if no link is slow, or if there are many classes of ranks."""
+def _host_loads(relaxation: Relaxation) -> list[Load]:
+    """The loads (phase, group) whose largest piece may determine the distinguished host (on a
+    single host: memory domain): bytes received over links in each phase that pieces load. None if
+    hosts differ, if no link is slow, or if there are many classes of ranks."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
             and len(relaxation.classes.ranks) <= _MANY_CLASSES):
-        return None
-    return model.request_phase, GROUPS.index(group)
+        return []
+    return sorted({x.load for x in relaxation.inequalities if GROUPS[x.load[1]] == group})
 
 
 def _parts(problem: Problem) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -83,15 +84,16 @@ class SearchTree:
         work: cost of these: rounds x (tables x classes of owners + a constant), about the number
             of tables priced. Deterministic, so that equal seeds give equal plans; one unit takes
             about 0.07 ms of a 2026 CPU core.
-        is_single: whether there was nothing to branch on at the root: its solution underestimates
-            no load, and pushes every table wholly or not at all.
+        is_done: whether there is nothing to branch on at the node with the least bound: its
+            solution underestimates no load, and pushes every table wholly or not at all.
     """
 
     def __init__(self, bound: Bound) -> None:
-        self.bound, self.solved, self.work, self.is_single = bound, 0, 0, False
+        self.bound, self.solved, self.work, self.is_done = bound, 0, 0, False
         self.root = TreeNode(bound, is_close=True)
         self._order = count()
         self._goal_us = np.inf
+        self._history = [(0, bound.lower_bound_us)]  # work and bound after each call of `run`
         self._heap: list[tuple[float, int, TreeNode]] = []
         relaxation = bound.relaxation
         if relaxation.tables and bound.overflow <= 1e-6:
@@ -137,7 +139,7 @@ class SearchTree:
                 known = {x.at for x in loads}
                 loads += [x for x in _load_branchings(node, limit, mixed=True) if x.at not in known]
             if not loads and not tables:
-                self.is_single = self.solved == 0
+                self.is_done = True
                 break
             tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
             most = max(1, _PRICED // len(node.node.pushes))
@@ -158,7 +160,14 @@ class SearchTree:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
             self.bound = self._heap[0][2].bound
+        self._history.append((self.work, self.bound.lower_bound_us))
         return self.bound
+
+    @property
+    def rise_us(self) -> float:
+        """By how much the bound has risen since half of the work so far, microseconds."""
+        half = bisect_right(self._history, (self.work // 2, np.inf))
+        return self.bound.lower_bound_us - self._history[half - 1][1]
 
     def _solve(self, part: Node, pool: Pool, deadline: float | None,
                rounds: int = MAX_ROUNDS, closest: bool = False) -> Bound:
@@ -287,9 +296,13 @@ def _largest(node: Bound, mixed: bool) -> np.ndarray:
                 ids = piece.amount[o, IDS] / relaxation.tables[k].total[IDS]
                 owned = piece.amount[o] * min(1.0, float(mass[0]) / ids)
                 width = widths[j][0]
-                load = relaxation.pieces.load(k, rank_class, width, owned)
-                if mixed:
-                    load = np.minimum(load, node.node.limits.most)
-                over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
-                out = np.maximum(out, load / max(1.0, over))
+                rows = [owned]
+                if piece.choice[0] == o:  # the hottest row has one owner
+                    rows.append(np.array([1.0, *relaxation.pieces.hot[k, 0]]))
+                for part in rows:
+                    load = relaxation.pieces.load(k, rank_class, width, part)
+                    if mixed:
+                        load = np.minimum(load, node.node.limits.most)
+                    over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
+                    out = np.maximum(out, load / max(1.0, over))
     return out

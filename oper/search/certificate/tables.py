@@ -113,6 +113,9 @@ class TableCosts:
         #: float64 [T, B, C], share of each block's masters that may all lie in one class.
         self.masters = np.minimum(1.0, most / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
+        #: int64 [T], number of first blocks that are single rows.
+        self.single = np.array([np.logical_and.accumulate(t.blocks[:, 0] == 1).sum()
+                                for t in tables], np.int64)
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
         self.cut = [problem.may_split(t) for t in tables]
@@ -221,7 +224,8 @@ class TableCosts:
             may = self.may["push"][self.of[at]]
             mass = np.where(may, self._masses(at, leaf, floor), 0.0)
             at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
-            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
+            heavy = self._heavy(at, leaf, floor, mass)
+            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass, heavy,
                                       self._lines(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
@@ -298,6 +302,30 @@ class TableCosts:
         found[some] = np.where(is_between[some], high, found[some])
         return found
 
+    def _heavy(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """Which blocks of the pushed pieces `at` no owner may have within the leaf's limits; bool
+        [n, B]. A block of one row has one owner. Its load is at least that of the row, and the
+        least load of any further rows, which is 0 or negative."""
+        of, most, step_us = self.of[at], leaf.most * (1 + _ROUNDING), leaf.step_us * (1 + _ROUNDING)
+        out = np.zeros((at.size, self.blocks.shape[1]), bool)
+        along = self.along[at].reshape(-1, 1, 1, 1)
+        ends = self.lines[of][:, 0, :, 0]
+        least = np.minimum(ends[:, 0] + along * (ends[:, 1] - ends[:, 0]), 0.0)  # [n, C, P, 5]
+        part = self.share[at].reshape(-1, 1, 1, 1)
+        for b in range(self.single.max(initial=0)):
+            row = self.blocks[of, b]
+            sums = self._sums(of, row[:, IDS] / self.total[of]).reshape(-1, 1, 1, 1)
+            # If sums load their owner less than a reader, it is assumed to send all.
+            sums = np.where(self.partial[of] > 0, sums, self.sums[of, -1].reshape(-1, 1, 1, 1))
+            load = (np.einsum("nf,ncfpg->ncpg", row[:, IDS:], self.unit[at]) + least
+                    + part * sums * self.partial[of])
+            step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
+            fits = (load <= most).all(axis=(-1, -2)) & (step <= step_us) | (mass == 1)
+            out[:, b] = (b < self.single[of]) & ~(fits & (mass > 0)).any(axis=1)
+            if not out[:, b].any():
+                break
+        return out
+
     def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
                ) -> list[np.ndarray]:
         """Lower bounds, linear in the blocks, of the bytes of partial sums of the pieces `at`.
@@ -344,7 +372,7 @@ class TableCosts:
         return lines
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
+                mass: np.ndarray, heavy: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
         """Least cost of pieces in which all or some rows are pushed; float64 [n].
 
         Args:
@@ -353,6 +381,7 @@ class TableCosts:
             go: float64 [n, B, C], cost of each block if pushed, without partial sums.
             stay: float64 [n, B], cost of each block if not pushed.
             mass: float64 [n, C], largest share of its table's lookups that one owner holds.
+            heavy: bool [n, B], blocks that may not be pushed.
             lines: float64 [n, B, C] each, lower bounds of the bytes of partial sums of each block.
         """
         of, usable = self.of[at], mass > 0
@@ -367,8 +396,9 @@ class TableCosts:
         whole = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
         every = whole.min(axis=2).sum(axis=1) + (
             pay * self._owners(of, share.sum(axis=1, keepdims=True), most))[:, 0]
+        every[heavy.any(axis=1)] = np.inf
         free = np.isfinite(stay).all(axis=1)
-        stay, go = np.where(free[:, None], stay, 0.0), go + own
+        stay, go = np.where(free[:, None], stay, 0.0), np.where(heavy[..., None], 1e30, go + own)
         some = self._prefixes(of, np.minimum(go.min(axis=2) - stay, 1e30), share, pay, most)
         for sums in (price[:, None] * x for x in lines):
             every = np.maximum(every, (whole + sums).min(axis=2).sum(axis=1))

@@ -141,10 +141,12 @@ class Node:
         between consecutive numbers of full owners. With one class of owners, the best set of pushed
         blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
         (a tangent of a concave function separates over blocks, and its minimum over fractional sets
-        lies at a vertex), or has a mass at which all owners are full; all of these are tried.
-        Several classes are bounded by one with the largest capacity and the lowest price, and with
-        exact partial sums of one or two classes and linear ones of the others. Bounds on partial
-        sums that are linear in the blocks (`Fit.least_sums`) are also used.
+        lies at a vertex), or has a mass at which all owners are full; all of these are tried. With
+        several classes, three bounds are computed: all classes replaced by one with the largest
+        capacity and the lowest price; exact partial sums of one class, and linear ones of the
+        others; exact partial sums of two. Bounds on partial sums that are linear in the blocks
+        (`Fit.least_sums`) are used as well. A type of piece whose first blocks are `Fit.heavy` does
+        not push them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
@@ -259,8 +261,8 @@ class Node:
     def holds(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
         """Which configurations of the tables `tables` (int64 [N]) the node allows; bool [N].
 
-        Their pieces must be within the limits, and the table must push rows, or none, if the node
-        requires this.
+        Their pieces must be within the limits and push no row that is too heavy for them, and the
+        table must push rows, or none, if the node requires this.
         """
         r, number = self.relaxation, len(found)
         of, table, kind, mode, amount = _pieces_of(tables, found)
@@ -271,6 +273,10 @@ class Node:
         for o in np.flatnonzero(r.pushes).tolist():
             fits = self.fit.chosen(table, r.options[o].rank_class, kind)[1] > 0
             out &= np.bincount(of, pushed & (amount[:, o, IDS] > 0) & ~fits, number) == 0
+        heavy = self.fit.heavy[self.fit.place(table, kind)]
+        choices = [p.choice for x in found for p in x]
+        for n in np.flatnonzero(pushed & (heavy > 0)).tolist():
+            out[of[n]] &= not r.pushes[choices[n][:heavy[n]]].any()
         return np.asarray(out)
 
     def kinds(self, amount: np.ndarray, tables: np.ndarray, prices: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
-from oper.search.cost.space import PUSH
+from oper.search.cost.space import PUSH, free_blocks
 from oper.search.cost.tally import SUM_ROWS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
@@ -89,7 +89,7 @@ class Pieces:
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray
                  ) -> None:
         model, tables, classes = units.model, units.tables, units.classes
-        self.model, self.tables, self.units = model, tables, units
+        self.model, self.tables, self.units, self._may = model, tables, units, may
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
         #: float64 [C, 3, P, 5], load of a byte of each of `SUM_ROWS` on the owner of a piece; and
@@ -138,6 +138,8 @@ class Pieces:
                 of an owner that are linear in its mass, see `_least_loads`.
             asks: float64 [T, C, G], part of these loads for the ids that the owner pushes to
                 itself, which an owner of all rows does not have.
+            hot: float64 [T, H, 3], features except rows of each table's hottest rows, as far as
+                they are blocks of their own, without pinned rows; padded with zeros.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
         shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
@@ -161,6 +163,10 @@ class Pieces:
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
             self.tangents[k] = _least_loads(by_block, blocks[:, IDS] / t.total[IDS])
+        single = [int(np.logical_and.accumulate(t.blocks[:, ROWS] == 1).sum()) for t in self.tables]
+        self.hot = np.zeros((len(self.tables), max(single, default=0), 3))
+        for k, (t, number) in enumerate(zip(self.tables, single, strict=True)):
+            self.hot[k, :number] = free_blocks(self.model.problem, t)[:number, IDS:]
 
     def _more(self, units: np.ndarray) -> np.ndarray:
         """Load of a unit of every feature except rows on its owner; of own time, only the excess
@@ -174,18 +180,19 @@ class Pieces:
         shape = (len(self.tables), len(self.floor))
         mass = np.zeros((self.narrow.size, shape[1]))
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
-        whole = np.zeros(shape, np.uint8)
+        whole, heavy = np.zeros(shape, np.uint8), np.zeros(self.narrow.size, np.int64)
         if self.tables:
+            total_ids = np.array([t.total[IDS] for t in self.tables])
             arrays = {"density": self.density, "tangents": self.tangents,
                       "per_unit": self.per_unit, "asks": self.asks, "partial": self.partial,
-                      "first": self.first, "total_ids": np.array([t.total[IDS]
-                                                                  for t in self.tables]),
-                      "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
-                      "mass": mass, "least_sums": least_sums, "whole": whole}
+                      "first": self.first, "total_ids": total_ids, "hot": self.hot,
+                      "may": self._may.astype(np.uint8), "narrow": self.narrow,
+                      "floor": self.floor - self.hidden, "most": limits.most, "mass": mass,
+                      "least_sums": least_sums, "whole": whole, "heavy": heavy}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self.density.shape[-2], num_tangents=len(_TANGENTS),
-                        sums=self.native_sums, step=limits.step)
-        return Fit(self, mass, least_sums, whole.astype(bool))
+                        num_hot=self.hot.shape[1], sums=self.native_sums, step=limits.step)
+        return Fit(self, mass, least_sums, whole.astype(bool), heavy)
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Least bytes of partial sums that the owners of a share of a table's lookups send to each
@@ -313,14 +320,16 @@ class Fit:
         least_sums: float64 [N, C, 3], least bytes of partial sums per unit of each feature except
             rows.
         whole: bool [T, C], whether the table fits the class as one piece.
+        heavy: int64 [N], how many of the table's hottest rows, which are its first blocks, no owner
+            may have in pieces of the type.
 
     Attributes:
         streams: float64 [N, C], id streams of each type.
     """
 
     def __init__(self, pieces: Pieces, mass: np.ndarray, least_sums: np.ndarray,
-                 whole: np.ndarray) -> None:
-        self._pieces, self.whole = pieces, whole
+                 whole: np.ndarray, heavy: np.ndarray) -> None:
+        self._pieces, self.whole, self.heavy = pieces, whole, heavy
         one = np.repeat(whole, np.diff(pieces.first), axis=0)
         self.streams = np.where(one, 1.0, pieces.streams[:, None])
         self.mass = np.where(one, 1.0, mass)
@@ -339,7 +348,7 @@ class Fit:
         # A table that fits as one piece has one stream, for pieces of any width.
         narrowest = np.minimum.reduceat(p.narrow, p.first[:-1])[table[of]]
         return {"first": first, "streams": self.streams[at, c], "mass": self.mass[at, c],
-                "least_sums": self._least_sums[at, c],
+                "least_sums": self._least_sums[at, c], "heavy": self.heavy[at],
                 "narrowest": np.where(whole[of], narrowest, p.narrow[at])}
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
