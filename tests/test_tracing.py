@@ -1,7 +1,5 @@
 """`oper.trace`: every phase of every step and rank at its time; no incomplete files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Sketches compared with exact counts and with Apache DataSketches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

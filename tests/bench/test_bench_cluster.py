@@ -1,7 +1,5 @@
 """The cluster benchmark: emulated hosts, its cases, and the cleanup after it is killed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import select

@@ -1,7 +1,5 @@
 """The loader: rows, shares of ranks, windows and features."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

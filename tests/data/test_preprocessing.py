@@ -1,7 +1,5 @@
 """Preprocessing against a direct computation of its output."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -19,7 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.data.folder_support import parquet_bytes
+from tests.data.loader_support import parquet_bytes
 from tests.support import counts_by, run_here
 
 KAGGLE = load_recipe("criteo-kaggle")

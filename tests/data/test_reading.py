@@ -1,7 +1,5 @@
 """Recipes, blocks of lines, and the vectorised parser against Python's parsing."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Logs and outputs in stores, pipes, compressed files and partitioned folders."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import os
@@ -20,8 +18,8 @@ from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError
 from tests import forked
-from tests.data.folder_support import decoded, parquet_bytes
 from tests.data.gcs_server import gcs_server
+from tests.data.loader_support import decoded, parquet_bytes
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")

@@ -1,7 +1,5 @@
 """Interactions against a simple implementation of each protocol, user by user."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slow, readable formulations of the planner's problems, against which the fast ones are tested."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations

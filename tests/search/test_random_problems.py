@@ -1,14 +1,12 @@
 """Bounds of problems of every kind: below every plan and every optimum, and accepted by the checker
 of certificates; plans satisfy their problems."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, Tier
@@ -24,19 +22,23 @@ from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, evaluated, table_plan
 from oper.topology import Topology
 from tests.search.oracle import best_of_candidates, some_placements
-from tests.search.random_problems import QUICK, placed_steps, problems, steps_in_space
 from tests.search.search_cases import (
+    QUICK,
+    examples,
     gpus,
     host,
+    placed_steps,
+    problems,
     racked,
     shared,
     space_bound,
+    steps_in_space,
     tables_and_stats,
     with_host_memory,
 )
 
 
-@QUICK
+@settings(QUICK, max_examples=examples(30))
 @given(problems(), st.integers(0, 10**6))
 def test_plans_satisfy_their_problem_and_none_is_below_the_bound(problem: Problem, seed: int
                                                                  ) -> None:

@@ -1,7 +1,5 @@
 """Resuming runs: after kills, under torchrun, on another number of ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
