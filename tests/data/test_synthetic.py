@@ -11,16 +11,7 @@ from hypothesis import given, strategies as st
 
 from oper.analysis import CountOptions, collect, skew
 from oper.data import SyntheticLog, analyze_folder, load_recipe, power_law_ids, preprocess
-from oper.data.generate import published
-from oper.data.generate.generator import (
-    PRESETS,
-    Workload,
-    criteo_1tb,
-    load_workload,
-    meta_2021,
-    workload_from_dict,
-    workload_from_stats,
-)
+from oper.data.generate import generator, published
 from oper.data.generate.ids import scatter_ids
 from oper.data.generate.popularity import Popularity, fit_cardinality, power_law
 from oper.data.generate.synthetic import write_synthetic_log
@@ -138,7 +129,7 @@ def test_tiny_logs_and_other_cardinalities(tmp_path: Path) -> None:
 # ---- lookups with requested or published statistics ----------------------------------------------
 
 
-def count(workload: Workload, num_samples: int, batch: int = 5000) -> AccessStats:
+def count(workload: generator.Workload, num_samples: int, batch: int = 5000) -> AccessStats:
     tables = [TableSpec(t.name, t.num_rows, 4, (t.name,)) for t in workload.tables]
     lookups = ((day, {n: (x.ids, x.lengths) for n, x in found.items()})
                for day, found in workload.batches(num_samples, batch))
@@ -185,7 +176,7 @@ def test_draws_follow_the_popularity() -> None:
 
 def test_metas_locality_histogram_is_reproduced_within_a_hundredth() -> None:
     scale = 1 / 60
-    popularity = meta_2021(scale)[0].popularity
+    popularity = generator.meta_2021(scale)[0].popularity
     ranks = popularity.draw(round(published.META_2021_INDICES * scale), np.random.default_rng(3))
     counts = np.bincount(ranks)
     counts = counts[counts > 0]
@@ -198,8 +189,8 @@ def test_metas_locality_histogram_is_reproduced_within_a_hundredth() -> None:
 
 
 def test_criteo_columns_have_the_published_numbers_of_values() -> None:
-    columns = [*zip(criteo_1tb(), published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT,
-                    strict=True)]
+    columns = [*zip(generator.criteo_1tb(), published.CRITEO_1TB_DISTINCT,
+                    published.CRITEO_1TB_FREQUENT, strict=True)]
     for table, distinct, frequent in columns[::4]:
         expected = partial(table.popularity.expected, published.CRITEO_1TB_ROWS)
         assert expected() == pytest.approx(distinct, rel=0.005, abs=0.5)
@@ -218,7 +209,7 @@ def test_cardinality_fit_finds_a_known_law() -> None:
 
 
 def test_mlperf_bags_are_fixed_per_first_id() -> None:
-    workload = load_workload("mlperf-dlrm-v2")
+    workload = generator.load_workload("mlperf-dlrm-v2")
     lengths = [t.lengths[0].tolist() for t in workload.tables]
     assert lengths == [[n] for n in published.MLPERF_MULTI_HOT]
     assert sum(t.num_rows for t in workload.tables) == pytest.approx(204_184_588, rel=0.002)
@@ -236,8 +227,8 @@ def test_statistics_are_recovered_from_their_lookups() -> None:
     spec = {"name": "s", "table": [
         {"name": "a", "rows": 5000, "exponent": 1.2, "heavy": [0.3], "lengths": [0, 1, 7],
          "weights": [1, 2, 1]}, {"name": "b", "rows": 300, "exponent": 0.0}]}
-    first = count(workload_from_dict(spec), 100_000)
-    again = count(workload_from_stats(first), 100_000)
+    first = count(generator.workload_from_dict(spec), 100_000)
+    again = count(generator.workload_from_stats(first), 100_000)
     for name in ("a", "b"):
         one, two = first.tables[name], again.tables[name]
         assert one.num_rows == two.num_rows
@@ -247,14 +238,14 @@ def test_statistics_are_recovered_from_their_lookups() -> None:
         np.testing.assert_allclose(two.coverage(sizes), one.coverage(sizes), atol=0.015)
         assert two.head_ids[0] == one.head_ids[0] or name == "b", "hot rows keep their ids"
     assert skew(first.tables["a"]).hottest == pytest.approx(0.3, abs=0.01)
-    assert "synthetic" in workload_from_stats(first).name
+    assert "synthetic" in generator.workload_from_stats(first).name
 
 
 def test_drift_replaces_hot_rows_overnight() -> None:
     def distance(drift: float) -> float:
         spec = {"days": 3, "table": [{"name": "t", "rows": 100_000, "exponent": 1.3,
                                       "drift": drift}]}
-        return skew(count(workload_from_dict(spec), 90_000).tables["t"]).drift
+        return skew(count(generator.workload_from_dict(spec), 90_000).tables["t"]).drift
 
     low, middle, high = distance(0.0), distance(0.1), distance(0.5)
     assert low + 0.03 < middle < high - 0.1
@@ -264,14 +255,14 @@ def test_the_same_arguments_give_the_same_ids(tmp_path: Path) -> None:
     path = tmp_path / "w.toml"
     path.write_text('name = "x"\ndays = 2\n[[table]]\nname = "t"\nrows = 100\ncount = 2\n'
                     'length = 3\ndrift = 0.2\n')
-    one, two = (list(load_workload(path, seed=5).batches(100, 30)) for _ in range(2))
+    one, two = (list(generator.load_workload(path, seed=5).batches(100, 30)) for _ in range(2))
     assert [d for d, _ in one] == [0, 0, 1, 1] and set(one[0][1]) == {"t0", "t1"}
     for (_, a), (_, b) in zip(one, two, strict=True):
         assert all((a[n].ids == b[n].ids).all() for n in a)
     assert (one[0][1]["t0"].ids != one[0][1]["t1"].ids).any()
     stats = tmp_path / "s.npz"
-    count(load_workload(path), 50).save(stats)
-    assert {t.name for t in load_workload(stats).tables} == {"t0", "t1"}
+    count(generator.load_workload(path), 50).save(stats)
+    assert {t.name for t in generator.load_workload(stats).tables} == {"t0", "t1"}
 
 
 @pytest.mark.parametrize("change", [
@@ -279,19 +270,19 @@ def test_the_same_arguments_give_the_same_ids(tmp_path: Path) -> None:
     {"weights": [1, 2]}, {"drift": 2}, {"count": 0}, {"colour": 1}, {"shift": -1}])
 def test_bad_specifications(change: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
-        workload_from_dict({"table": [{"name": "t", "rows": 10, **change}]})
+        generator.workload_from_dict({"table": [{"name": "t", "rows": 10, **change}]})
     for value in ({}, {"table": []}, {"days": 0, "table": [{"name": "t", "rows": 1}]},
                   {"table": [{"name": "t", "rows": 1}] * 2}):
         with pytest.raises(InvalidInputError):
-            workload_from_dict(value)
+            generator.workload_from_dict(value)
     with pytest.raises(InvalidInputError, match="meta-2021"):
-        load_workload("meta-2022")
+        generator.load_workload("meta-2022")
     for seed in (-1, 2**32):
         with pytest.raises(InvalidInputError, match=f"seed={seed}"):
-            workload_from_dict({"table": [{"name": "t", "rows": 1}]}, seed)
+            generator.workload_from_dict({"table": [{"name": "t", "rows": 1}]}, seed)
 
 
 def test_presets_can_be_drawn() -> None:
-    for name in PRESETS:
-        _, batch = next(load_workload(name).batches(8, 8))
+    for name in generator.PRESETS:
+        _, batch = next(generator.load_workload(name).batches(8, 8))
         assert all(x.ids.size and x.ids.min() >= 0 for x in batch.values())

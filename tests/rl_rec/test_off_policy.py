@@ -22,21 +22,8 @@ from oper.rl_rec.off_policy.feedback import from_feedback, to_feedback
 from oper.rl_rec.off_policy.log import BanditColumns, load_bandit
 from oper.rl_rec.off_policy.policies import action_shares, recommender_policy, softmax_policy
 from oper.rl_rec.off_policy.simulated import simulate_log
-from oper.rl_rec.simulation import shop as simulator
+from oper.rl_rec.simulation import offline, shop as simulator
 from oper.rl_rec.simulation.clicks import click_through_rate
-from oper.rl_rec.simulation.offline import (
-    Episodes,
-    OfflineOptions,
-    Oracle,
-    ReturnPolicy,
-    calibrated_target,
-    clone_behaviour,
-    collect_visits,
-    graded_visits,
-    high_return,
-    random_policy,
-    train_cdt4rec,
-)
 from oper.rl_rec.simulation.shop import (
     GROUPS,
     MAX_PAGE,
@@ -405,14 +392,14 @@ def test_virtual_taobao() -> None:
     """With the released weights: published click rates are .019 (random) and .055 (zeros)."""
     shop = load_virtual_taobao(real_data("virtual_taobao"))
     torch.manual_seed(0)
-    log = collect_visits(shop, random_policy, 1000, 1)
+    log = offline.collect_visits(shop, offline.random_policy, 1000, 1)
     assert rate(log.clicks, log.pages) == pytest.approx(0.019, abs=0.006)
 
 
 def test_graded_logs_are_graded() -> None:
     rates = {}
     for grade in ("random", "medium", "expert"):
-        log = graded_visits(SHOP, grade, 60, seed=1)
+        log = offline.graded_visits(SHOP, grade, 60, seed=1)
         rates[grade] = rate(log.clicks, log.pages)
         s = log.steps
         assert torch.equal(s.valid.sum(1), torch.from_numpy(log.pages))
@@ -420,21 +407,21 @@ def test_graded_logs_are_graded() -> None:
         torch.testing.assert_close(s.returns[:, 0], s.rewards.sum(1))
         torch.testing.assert_close(s.returns[:, :-1] - s.returns[:, 1:], s.rewards[:, :-1])
         assert s.actions.abs().max() <= 1
-        again = graded_visits(SHOP, grade, 60, seed=1)
+        again = offline.graded_visits(SHOP, grade, 60, seed=1)
         assert torch.equal(again.steps.actions, s.actions)
     assert rates["random"] + 0.2 < rates["medium"] < rates["expert"] - 0.1
     with pytest.raises(InvalidInputError, match="grade"):
-        graded_visits(SHOP, "good", 1, 1)
+        offline.graded_visits(SHOP, "good", 1, 1)
 
 
 def test_the_oracle_is_best() -> None:
     """Random search finds no page with more expected clicks."""
     torch.manual_seed(0)
     visits = Visits(SHOP, 20, seed=4)
-    log = collect_visits(SHOP, random_policy, 20, 4).steps
+    log = offline.collect_visits(SHOP, offline.random_policy, 20, 4).steps
     now = log._replace(states=log.states[:, :1])
     page = torch.zeros(20)
-    found = SHOP.expected(visits.features, page, Oracle(SHOP)(now))[0]
+    found = SHOP.expected(visits.features, page, offline.Oracle(SHOP)(now))[0]
     for _ in range(300):
         tried = SHOP.expected(visits.features, page, random_policy_actions(20))[0]
         assert bool((tried <= found + 0.3).all())
@@ -442,45 +429,46 @@ def test_the_oracle_is_best() -> None:
 
 def test_a_high_return_beats_the_behaviour_policy() -> None:
     """Trained on the medium log; a higher target return gives more clicks."""
-    log = graded_visits(SHOP, "medium", 500, seed=1)
+    log = offline.graded_visits(SHOP, "medium", 500, seed=1)
     config = CDT4RecConfig(dim=32, layers=1, steps=16, dropout=0.0, reward_loss="mse",
                            reward_weight=0.3, gamma=1.0)
-    model = train_cdt4rec(log, config, OfflineOptions(steps=200, lr=3e-3), seed=1)
-    served = {q: collect_visits(SHOP, ReturnPolicy(model, high_return(log, q)), 300, seed=9)
-              for q in (0.05, 0.95)}
+    model = offline.train_cdt4rec(log, config, offline.OfflineOptions(steps=200, lr=3e-3), seed=1)
+    policies = {q: offline.ReturnPolicy(model, offline.high_return(log, q)) for q in (0.05, 0.95)}
+    served = {q: offline.collect_visits(SHOP, p, 300, seed=9) for q, p in policies.items()}
     behaviour = click_through_rate(log.clicks, log.pages)["step"]
     high = click_through_rate(served[0.95].clicks, served[0.95].pages)["step"]
     low = click_through_rate(served[0.05].clicks, served[0.05].pages)["step"]
     assert high.low > behaviour.high and high.low > low.high
-    cloned = collect_visits(SHOP, clone_behaviour(log, OfflineOptions(steps=100), 1), 200, seed=9)
-    nobody = collect_visits(SHOP, random_policy, 200, seed=9)
+    clone = offline.clone_behaviour(log, offline.OfflineOptions(steps=100), 1)
+    cloned = offline.collect_visits(SHOP, clone, 200, seed=9)
+    nobody = offline.collect_visits(SHOP, offline.random_policy, 200, seed=9)
     assert rate(cloned.clicks, cloned.pages) > rate(nobody.clicks, nobody.pages) + 0.1
 
 
 def test_logs_without_customers_are_refused() -> None:
     """So no policy can be trained on one, and no target return chosen."""
-    steps = graded_visits(SHOP, "random", 3, seed=1).steps
+    steps = offline.graded_visits(SHOP, "random", 3, seed=1).steps
     absent = steps.valid & (torch.arange(3) != 1)[:, None]
     for wrong, told in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),
                         (Trajectories(*(part[:, :0] for part in steps)), "'0 of 3'"),
                         (steps._replace(valid=absent), "'2 of 3'")):
         with pytest.raises(InvalidInputError, match=f"{told}, expected all .* customer"):
-            Episodes(wrong, "nobody")
-    log = Episodes(steps, "random")
+            offline.Episodes(wrong, "nobody")
+    log = offline.Episodes(steps, "random")
     for quantile in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidInputError, match="quantile"):
-            high_return(log, quantile)
+            offline.high_return(log, quantile)
     for options in ({"steps": 0}, {"batch_size": 0}, {"lr": 0.0}):
         with pytest.raises(InvalidInputError, match=next(iter(options))):
-            OfflineOptions(**options)
+            offline.OfflineOptions(**options)
 
 
 def test_calibrated_targets_interpolate_what_was_achieved() -> None:
     """Targets that achieved no more than a lower one do not count; the best one is the last."""
     targets, achieved = [0.0, 10.0, 20.0, 40.0, 80.0], [5.0, 15.0, 12.0, 35.0, 35.0]
-    found = [calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]
+    found = [offline.calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]
     assert found == pytest.approx([0.0, 5.0, 25.0, 40.0])
-    assert calibrated_target(7.0, [1.0, 2.0], [7.0, 7.0]) == 1.0
+    assert offline.calibrated_target(7.0, [1.0, 2.0], [7.0, 7.0]) == 1.0
 
 
 @pytest.mark.parametrize(("name", "wanted", "targets", "achieved"), [
@@ -490,4 +478,4 @@ def test_calibrated_targets_interpolate_what_was_achieved() -> None:
 def test_a_calibration_without_data_is_refused(name: str, wanted: float, targets: list[float],
                                                achieved: list[float]) -> None:
     with pytest.raises(InvalidInputError, match=rf"calibrate a target: {name}="):
-        calibrated_target(wanted, targets, achieved)
+        offline.calibrated_target(wanted, targets, achieved)

@@ -21,6 +21,7 @@ from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.models.sqn import SQN
 from oper.rl_rec.registry import WORKLOADS
+from oper.rl_rec.simulation import offline
 from oper.rl_rec.simulation.actor_critic import (
     CHOICES,
     DQN,
@@ -29,17 +30,6 @@ from oper.rl_rec.simulation.actor_critic import (
     Critics,
     Transitions,
     train_actor_critic,
-)
-from oper.rl_rec.simulation.offline import (
-    Episodes,
-    OfflineOptions,
-    Oracle,
-    clone_behaviour,
-    collect_visits,
-    graded_visits,
-    normalised,
-    random_policy,
-    train_offline,
 )
 from oper.rl_rec.simulation.shop import (
     ACTION_DIM,
@@ -343,7 +333,7 @@ def test_the_law_of_return() -> None:
 
 def test_shown_pages_decide_how_often_customers_return() -> None:
     def per_customer(shop: Shop) -> float:
-        log = collect_visits(shop, random_policy, 200, 1)
+        log = offline.collect_visits(shop, offline.random_policy, 200, 1)
         days = log.steps.states[..., OBSERVATION_DIM][log.steps.valid]
         assert days.min() >= 1 and days.max() <= 30
         assert torch.equal(log.steps.rewards, 3.0 * log.steps.valid)
@@ -351,7 +341,7 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
 
     assert per_customer(shop_of(9)) > 3 * per_customer(shop_of(0))
     short = replace(SHOP, returning=Returning(horizon=1))
-    once = collect_visits(short, random_policy, 50, 1).steps
+    once = offline.collect_visits(short, offline.random_policy, 50, 1).steps
     assert not (once.states[..., VISITS] > 1).any()
     with pytest.raises(InvalidInputError, match="horizon"):
         Returning(horizon=0)
@@ -360,8 +350,8 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
 def test_short_sight_costs_visits() -> None:
     """For the same customers, maximising each page's clicks gives fewer clicks in total."""
     torch.manual_seed(0)
-    greedy, patient = (collect_visits(SHOP, Oracle(SHOP, 1, 20, weights=(w,)), 60, 5)
-                       for w in (0.0, 1.5))
+    oracles = (offline.Oracle(SHOP, 1, 20, weights=(w,)) for w in (0.0, 1.5))
+    greedy, patient = (offline.collect_visits(SHOP, oracle, 60, 5) for oracle in oracles)
     rate = [e.clicks.sum() / e.pages.sum() for e in (greedy, patient)]
     assert rate[0] > rate[1] and patient.clicks.mean() > 1.4 * greedy.clicks.mean()
     assert torch.equal(greedy.steps.states[:, 0], patient.steps.states[:, 0])
@@ -384,14 +374,14 @@ def test_the_gymnasium_face_goes_on_after_a_visit() -> None:
     assert days == sorted(days) and told["visits"] > 3
 
 
-def log_of(rewards: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> Episodes:
+def log_of(rewards: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> offline.Episodes:
     """Make a log with visits of one page, and a second visit of every other customer."""
     count = rewards.shape[0]
     valid = torch.ones(count, 2, dtype=torch.bool)
     valid[::2, 1] = False
     rewards = torch.where(valid, rewards, 0)
     returns = rewards.flip(1).cumsum(1).flip(1)
-    return Episodes(Trajectories(states, actions, rewards, returns, valid), "test")
+    return offline.Episodes(Trajectories(states, actions, rewards, returns, valid), "test")
 
 
 def test_transitions() -> None:
@@ -452,9 +442,9 @@ def test_learned_policies_do_better_than_the_log(method: str) -> None:
     torch.manual_seed(1)
     states, actions = torch.rand(400, 2, OBSERVATION_DIM), torch.rand(400, 2, ACTION_DIM) * 2 - 1
     log = log_of(5 + 5 * actions[..., 0], actions, states)
-    options = OfflineOptions(steps=300, batch_size=128)
+    options = offline.OfflineOptions(steps=300, batch_size=128)
     past = log.steps._replace(states=log.steps.states[:, :1])
-    policy = (clone_behaviour(log, options, 1) if method == "cloned"
+    policy = (offline.clone_behaviour(log, options, 1) if method == "cloned"
               else train_actor_critic(method, log, options, 1))
     first = float(policy(past)[:, 0].mean().detach())
     assert abs(first) < 0.1 if method == "cloned" else first > 0.2
@@ -480,7 +470,7 @@ def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
             assert float(found[n]) == pytest.approx(slow[best], abs=1e-5)
             assert torch.equal(model.best(states[n:n + 1])[0], model.choices[best])
         past = log._replace(states=log.states[:, :1])
-        assert torch.equal(model.policy()(past), model.best(normalised(past.states[:, 0])))
+        assert torch.equal(model.policy()(past), model.best(offline.normalised(past.states[:, 0])))
 
 
 def test_dqn_learns_what_is_worth_more_later() -> None:
@@ -492,8 +482,8 @@ def test_dqn_learns_what_is_worth_more_later() -> None:
     at_once = actions[:, 0, 0] > 0
     valid = torch.stack([torch.ones_like(at_once), ~at_once], 1)
     rewards = torch.stack([at_once.float(), 3.0 * ~at_once], 1)
-    log = Episodes(Trajectories(states, actions, rewards, rewards, valid), "test")
-    policy = train_actor_critic("dqn", log, OfflineOptions(steps=150, batch_size=128), 1)
+    log = offline.Episodes(Trajectories(states, actions, rewards, rewards, valid), "test")
+    policy = train_actor_critic("dqn", log, offline.OfflineOptions(steps=150, batch_size=128), 1)
     chosen = policy(log.steps._replace(states=states[:1, :1]))
     assert float(chosen[0, 0]) < 0
 
@@ -501,7 +491,7 @@ def test_dqn_learns_what_is_worth_more_later() -> None:
 def test_subsequences_of_long_visits() -> None:
     """All positions of a long visit are drawn, and none past its end."""
     torch.manual_seed(0)
-    log = graded_visits(SHOP, "random", 40, seed=1)
+    log = offline.graded_visits(SHOP, "random", 40, seed=1)
     seen = torch.zeros_like(log.steps.valid)
     model = nn.Linear(1, 1)
 
@@ -512,7 +502,8 @@ def test_subsequences_of_long_visits() -> None:
             seen[at[:, :1], at[:, 1:] + torch.arange(4)[valid]] = True
         return model(torch.zeros(1)).sum()
 
-    train_offline(model, loss_of, log, OfflineOptions(steps=200, batch_size=16), window=4)
+    options = offline.OfflineOptions(steps=200, batch_size=16)
+    offline.train_offline(model, loss_of, log, options, window=4)
     whole = log.steps.valid & (log.steps.returns > 0)
     assert bool(seen[whole].all())
 
@@ -521,7 +512,7 @@ def test_an_unknown_method_is_refused() -> None:
     log = log_of(torch.rand(4, 2), torch.rand(4, 2, ACTION_DIM),
                  torch.rand(4, 2, OBSERVATION_DIM))
     with pytest.raises(InvalidInputError, match="method"):
-        train_actor_critic("ppo", log, OfflineOptions(steps=1), 1)
+        train_actor_critic("ppo", log, offline.OfflineOptions(steps=1), 1)
     for missing in (lambda x: x.policy(), lambda x: x.next_value(log.steps.states)):
         with pytest.raises(NotImplementedError):
             missing(Critics(log.steps))

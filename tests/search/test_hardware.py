@@ -13,6 +13,7 @@ from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem
 from oper.search.pricing.node import Node
+from oper.search.problem import statement
 from oper.search.problem.machine import (
     GROUPS,
     Term,
@@ -22,14 +23,6 @@ from oper.search.problem.machine import (
 )
 from oper.search.problem.overlap import overlap_to_json, parse_overlap
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import (
-    IDS,
-    NUM_FEATURES,
-    ROWS,
-    TOUCHED,
-    TOUCHED_ALL,
-    with_overlap,
-)
 from oper.search.relaxation.inequalities import APART, SPREAD
 from oper.search.relaxation.pieces import LoadLimits
 from oper.search.relaxation.relaxation import Relaxation
@@ -75,16 +68,16 @@ def test_ranks_read_the_memory_of_their_host_and_owners_send_to_others():
     plan = Plan(6, (TablePlan(t.spec, (Piece(0, t.spec.dim, (tier,)),)),))
     found = evaluate(plan, stated)
     _, forward, _, update = found.phases
-    row, distinct = t.spec.row_bytes, t.total[TOUCHED]
-    mine = np.array([1, 1, 1, 0, 0, 0]) * t.total[IDS] * row
+    row, distinct = t.spec.row_bytes, t.total[statement.TOUCHED]
+    mine = np.array([1, 1, 1, 0, 0, 0]) * t.total[statement.IDS] * row
     mine[1] += 3 * distinct * row  # for the three ranks of the other host
     assert forward.units[Term.HOST_MEMORY] == pytest.approx(mine)
     assert forward.units[Term.CROSS_IN] == pytest.approx([0, 0, 0, *[distinct * row] * 3])
     assert not forward.units[Term.LINK_IN].any()  # gradients take the links, rows do not
     state = t.spec.num_bytes / t.spec.num_rows - row
     assert update.units[Term.HOST_MEMORY] == pytest.approx(
-        [0, t.total[TOUCHED_ALL] * 2 * (row + state), 0, 0, 0, 0], rel=1e-6)
-    assert found.host_bytes == pytest.approx([t.total[ROWS] * (row + state), 0], rel=1e-6)
+        [0, t.total[statement.TOUCHED_ALL] * 2 * (row + state), 0, 0, 0, 0], rel=1e-6)
+    assert found.host_bytes == pytest.approx([t.total[statement.ROWS] * (row + state), 0], rel=1e-6)
     in_device = evaluate(plan, stated).held_bytes
     assert in_device == pytest.approx(np.full(6, in_device[0]))  # buffers alone
 
@@ -105,8 +98,8 @@ def test_rows_that_do_not_fit_go_to_host_memory_and_the_coldest_do(objective, ho
     for t, entry in zip(stated.tables, plan.tables, strict=True):
         for x in entry.tiers:
             held[x.memory] += t.features(x.start, x.stop, True)
-    assert held["host"][ROWS] >= 0.3 * (held["host"] + held["device"])[ROWS]
-    hotness = {m: v[IDS] / v[ROWS] for m, v in held.items()}
+    assert held["host"][statement.ROWS] >= 0.3 * (held["host"] + held["device"])[statement.ROWS]
+    hotness = {m: v[statement.IDS] / v[statement.ROWS] for m, v in held.items()}
     assert hotness["host"] < 0.5 * hotness["device"]
 
 
@@ -294,7 +287,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
             is_first = owners[int(each[:, load[0], load[1]].argmax())] in first_neighbourhood(
                 machine)
             node = Node(relaxation, LoadLimits(each.max(axis=0), np.full(each.shape[1:], np.inf)))
-            amount = np.zeros((*shape, NUM_FEATURES))
+            amount = np.zeros((*shape, statement.NUM_FEATURES))
             for n, owner in enumerate(owners):
                 rank_class = int(relaxation.classes.of_rank[owner])
                 amount[n, relaxation.options.index(Option(PUSH, rank_class))] = many.tables[n].total
@@ -322,7 +315,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
 def overlapping(topology, overlap=None, objective="training", num_tables=6, **more):
     specs, stats = tables_and_stats(num_tables, 4)
     problem = make_problem(specs, stats, topology, objective=objective, batch_size=256, **more)
-    return with_overlap(problem, overlap)
+    return statement.with_overlap(problem, overlap)
 
 
 def test_a_rank_is_delayed_by_what_is_longer_than_its_own_dense_compute():
