@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.optimizer_support import assert_close, train_sharded
 from torch import nn
 
 import oper
@@ -21,7 +20,7 @@ from oper.shmem.optim.optimizers import SGD, Adam, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support as rs
-from tests.shmem.test_optimizers import fbgemm_peer
+from tests.shmem.test_optimizers import assert_close, fbgemm_peer, train_sharded
 from tests.world_support import run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
