@@ -92,9 +92,8 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     ([0, 1], [3, -1], ["min(lengths)", "-1", ">= 0"]),
     ([0.5, 1.0], None, ["float64", "integer"]),
 ])
-def test_bad_lookups_are_one_clear_error(
-    ids: list[float], lengths: list[int] | None, words: list[str]
-) -> None:
+def test_bad_lookups_are_one_clear_error(ids: list[float], lengths: list[int] | None,
+                                         words: list[str]) -> None:
     counter = TableCounter("clicks", 10)
     lookups = Lookups(np.array(ids), None if lengths is None else np.array(lengths))
     with pytest.raises(InvalidInputError) as error:
@@ -267,9 +266,8 @@ def test_bad_options_and_damage(tmp_path: Path) -> None:
 # ---- skew and drift ------------------------------------------------------------------------------
 
 
-def table(
-    counts: list[int], num_rows: int = 1000, buckets: tuple[TimeBucket, ...] = ()
-) -> TableStats:
+def table(counts: list[int], num_rows: int = 1000, buckets: tuple[TimeBucket, ...] = ()
+          ) -> TableStats:
     ids = np.arange(len(counts))
     return TableStats.from_counts(num_rows, ids, np.array(counts),
                                   (np.array([1]), np.array([sum(counts)])), buckets=buckets)

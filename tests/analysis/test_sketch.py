@@ -47,9 +47,8 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
 
 
 @pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
-def test_statistics_from_sketches_are_close_to_exact_ones(
-    exponent: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, ids = 400_000, zipf(400_000, 1_500_000, exponent)
     monkeypatch.setattr("oper.analysis.sketch.HEAVY_ENTRIES", 20_000)
     exact, sketched = (analysis.TableCounter("t", num_rows, dense, sparse_budget_bytes=1 << 18)

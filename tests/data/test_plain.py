@@ -310,9 +310,7 @@ CASES: dict[str, tuple[str, Recipe, str]] = {  # first field of many rows, recip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_records_tell(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_records_tell(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, recipe, todo = CASES[case]
     header = "x,a,y\n" if recipe.layouts[0].header else ""
     (tmp_path / "log.csv").write_text(header + f"{value},7,1\n" * 200_000)

@@ -108,9 +108,7 @@ preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessO
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_another_job_is_kept_out_while_a_run_lives(
-    tmp_path: Path, log: str, killed: bool
-) -> None:
+def test_another_job_is_kept_out_while_a_run_lives(tmp_path: Path, log: str, killed: bool) -> None:
     other = replace(SMALL, min_count=5)
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", other if killed else SMALL)
     target = tmp_path / "job" / "out"
@@ -160,9 +158,8 @@ def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> Non
         "alone", "log.txt", "log.txt.about.json", "out"]
 
 
-def test_a_resumed_run_reads_no_unit_twice(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_reads_no_unit_twice(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+                                           ) -> None:
     read: list[int] = []
     original = preprocessing.Job._read
 
@@ -230,9 +227,8 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
                 and os.readlink(f"/proc/self/fd/{f}").startswith(str(tmp_path))]
 
 
-def test_only_logs_beyond_a_share_of_the_memory_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_logs_beyond_a_share_of_the_memory_are_large(tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     from oper.data.reading import pagecache
 
     path = tmp_path / "log"
@@ -261,9 +257,8 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
-def test_workers_on_a_ray_cluster_share_the_work(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_on_a_ray_cluster_share_the_work(tmp_path: Path, log: str,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     # Workers must find the modules of this process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
@@ -290,9 +285,8 @@ def test_workers_on_a_ray_cluster_share_the_work(
     assert digest(tmp_path / "one") == digest(tmp_path / "ray")
 
 
-def test_disk_estimate_refuses_before_work(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_estimate_refuses_before_work(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+                                           ) -> None:
     need = needs(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
     assert need.rows == pytest.approx(1500, rel=0.05)
     usage = type("usage", (), {"free": need.disk_bytes - 1})
@@ -308,9 +302,8 @@ def size_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "bags"])
-def test_disk_estimate_counts_every_id_of_a_bag(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_estimate_counts_every_id_of_a_bag(tmp_path: Path, kind: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     bags = [rng.integers(0, 50_000, 40).tolist() for _ in range(3000)]
     path = tmp_path / f"log.{kind}"
@@ -353,9 +346,8 @@ def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_vocabularies_in_little_memory(
-    tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vocabularies_in_little_memory(tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
+                                       ) -> None:
     from oper.data.vocabulary import merging
 
     monkeypatch.setattr(merging, "_SLICE", 500)

@@ -108,9 +108,8 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
             preprocess(CRITEO, [bucket.format(name)], local / "x")
 
 
-def test_what_is_in_a_store_is_known_before_work(
-    local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_a_store_is_known_before_work(local: Path, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     first = preprocess(CRITEO, [log], out)
     assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
@@ -124,9 +123,8 @@ def test_what_is_in_a_store_is_known_before_work(
             preprocess(CRITEO, [log], out)
 
 
-def test_runs_to_one_place_leave_each_others_files_alone(
-    local: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run, of the same or another job, starts while the first one uploads its files."""
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     upload, told = store.upload, []

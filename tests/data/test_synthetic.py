@@ -144,9 +144,8 @@ class _Batch:
 
 @given(st.integers(1, 100_000), st.floats(0, 3), st.floats(0, 100),
        st.lists(st.floats(0.001, 0.2), max_size=3))
-def test_power_laws_have_their_rows_and_shares(
-    num_rows: int, exponent: float, shift: float, heavy: list[float]
-) -> None:
+def test_power_laws_have_their_rows_and_shares(num_rows: int, exponent: float, shift: float,
+                                               heavy: list[float]) -> None:
     if len(heavy) > num_rows - 1:
         heavy = []
     found = power_law(num_rows, exponent, shift, heavy)

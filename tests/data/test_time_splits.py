@@ -42,9 +42,8 @@ def write(path: Path, times: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("memory", [merging._MEMORY_BYTES, 5000])
-def test_a_split_sees_every_minute_of_the_log(
-    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_sees_every_minute_of_the_log(tmp_path: Path, memory: int,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of minutes, including those of runs spilled to disk, give the same parts."""
     rng = np.random.default_rng(1)
     times = START + 60 * rng.permutation(3000) + rng.integers(0, 60, 3000)
@@ -85,9 +84,8 @@ CASES = {  # seconds of 3,000 rows in the order of the log
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_in_order_of_time_throughout_each_part(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_in_order_of_time_throughout_each_part(tmp_path: Path, case: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """For any sizes of chunks, spans and units; rows with equal times keep the order of the log."""
     recipe, times = recipe_from_dict(COLUMNS), CASES[case]
     log = tmp_path / "log.csv"
@@ -254,9 +252,8 @@ def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> Non
                           for n in ("user", old.time)), strict=True)) == last
 
 
-def test_events_of_rare_users_are_not_held_together(
-    events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_of_rare_users_are_not_held_together(events: Path, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare users share an id, so all their events would be in one temporary file."""
     monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", 100)
     made = sequences._Sequences(Folder.open(events), "user", ("item",), None, 1)

@@ -27,9 +27,8 @@ def run(verb: str, *words: str) -> int:
     return int(getattr(verbs, f"run_{verb}")(parser.parse_args(words)))
 
 
-def test_preprocess_and_analyze(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preprocess_and_analyze(tmp_path: Path, invent: Any, write: Any,
+                                capsys: pytest.CaptureFixture[str]) -> None:
     rows = invent(140)
     rows[3][1] = "?"
     path = str(write(tmp_path / "train.txt", rows))
@@ -52,9 +51,8 @@ def test_a_recipe_names_its_columns_itself(tmp_path: Path, words: list[str]) -> 
         run("preprocess", "criteo-kaggle", "log", "-o", str(tmp_path / "out"), *words)
 
 
-def test_json_is_one_object_on_stdout(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_on_stdout(tmp_path: Path, invent: Any, write: Any,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write(tmp_path / "train.txt", invent(70)))
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
     run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
@@ -68,9 +66,8 @@ def test_json_is_one_object_on_stdout(
     assert summary["num_accesses"] == 63 * 26
 
 
-def test_statistics_of_counts_and_of_parts(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: Any,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     counts = tmp_path / "counts.csv"
     counts.write_text("field,value,count\nsite,a,70\nsite,b,20\n")
     stats = str(tmp_path / "c.stats")
@@ -129,9 +126,8 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
         run("analyze", "data", "-o", os.devnull)
 
 
-def test_capacity_of_row_numbers_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                              ) -> None:
     """Rare values share row 0, which is not a single key; without them there is no warning."""
     log = tmp_path / "log.csv"
     log.write_text("user,item\n" + "".join(f"u{k},i{k % 3}\n" for k in range(30)))
@@ -177,9 +173,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_the_columns_of_files_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_columns_of_files_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                          ) -> None:
     path = tmp_path / "log.csv.gz"
     path.write_bytes(gzip.compress(CSV.encode()))
     before = sorted(tmp_path.iterdir())
@@ -199,9 +194,7 @@ def test_the_columns_of_files_of_ones_own(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_problems_and_mistakes_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_and_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
     found = told(capsys, "csv", str(path), "--sparse", "user")
@@ -214,9 +207,8 @@ def test_problems_and_mistakes_are_told(
                     "--dry-run").returncode == 2
 
 
-def test_partitioned_parquet_and_a_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], invent: Any, write: Any
-) -> None:
+def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          invent: Any, write: Any) -> None:
     folder = tmp_path / "clicks" / "country=de"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"user": list(range(300)), "tags": [[1, 2]] * 300}),

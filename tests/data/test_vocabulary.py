@@ -204,9 +204,8 @@ def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
         FinishedVocabulary.open(tmp_path / "d0")
 
 
-def test_verbs_and_statistics_over_days(
-    days: Days, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--label", "clicked", "--sparse", "user,item,tags:|", "--time", "ts"]
     d0, d1, v1, d2 = (str(tmp_path / n) for n in ("d0", "d1", "v1", "d2"))
     run("preprocess", "csv", str(tmp_path / "day0.csv"), "-o", d0, *own)

@@ -111,9 +111,8 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
         assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
 
 
-def test_validation_between_hosts_with_a_rank_without_samples(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_validation_between_hosts_with_a_rank_without_samples(prepared: Prepared, tmp_path: Path
+                                                              ) -> None:
     split = Folder.open(prepared.folder).rows["valid"]
     size, left = divmod(split, 3)
     assert left > 0  # a second global batch with fewer samples than ranks
@@ -125,9 +124,8 @@ def test_validation_between_hosts_with_a_rank_without_samples(
     assert lines(tmp_path / "run")[-1]["samples"] == split
 
 
-def test_metrics_lines_cover_all_steps_and_no_other_work(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_lines_cover_all_steps_and_no_other_work(prepared: Prepared, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and phases include the steps before a validation or checkpoint; time excludes both."""
     flags: dict[str, Any] = {"max_steps": 6, "batch_size": 64}
     train(config(prepared, tmp_path / "all", **flags, log_every=1), show_progress=False)
