@@ -3,20 +3,16 @@
 import json
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from oper.bench import verbs
 from oper.bench.core import record
 from oper.bench.core.child import Child
-from oper.bench.core.launch import Progress, measured
+from oper.bench.core.launch import measured
 from oper.bench.core.memory import peak_rss_mb
 from oper.bench.core.report import noise_note, report
 from oper.bench.core.workload import Workload, batch_ids, collect_stats
@@ -184,32 +180,3 @@ def test_a_record_that_cannot_be_written_is_reported_before_the_run(tmp_path, mo
     monkeypatch.setattr(verbs, "measured", lambda chosen: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
         run_command("bench", "train", "--quick", "--json", tmp_path)
-
-
-# ---- a case that fails on one rank ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FailingCase:
-    """A case in which rank 1 fails before rank 0 has its result, after that, or not at all."""
-
-    name: str
-    world_size: ClassVar[int] = 2
-    threads_per_rank: ClassVar[int] = 1
-
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        dist.barrier()
-        if dist.get_rank() == 1 and self.name != "neither":
-            time.sleep(1.0 if self.name == "after" else 0.0)
-            raise ValueError("as rank 1 knows")
-        if self.name != "after":
-            dist.barrier()
-        return {"verified": True}
-
-
-def test_a_case_that_fails_on_one_rank_is_the_one_reported() -> None:
-    """Also if rank 0 already has its figures; the remaining cases are still measured."""
-    before, after, neither = measured([FailingCase(n) for n in ("before", "after", "neither")])
-    for found in (before, after):
-        assert not found["verified"] and "as rank 1 knows" in found["failed"], found
-    assert neither == {"name": "neither", "verified": True}
