@@ -369,8 +369,6 @@ def test_clocks_are_compared_by_collectives(monkeypatch: pytest.MonkeyPatch) -> 
         assert found == [(0, 0), (0, 0)]
 
 
-
-
 def test_hosts_are_processes_and_their_uncertainty_is_stated(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "_name", lambda: threading.current_thread().name)

@@ -1,4 +1,7 @@
-"""A rank that refuses its batch, or lacks memory for its outbox, releases the other ranks."""
+"""A rank that refuses its batch, or lacks memory for its outbox, releases the others.
+
+For lost ranks see tests/faults.
+"""
 
 import contextlib
 import os

@@ -180,6 +180,8 @@ def test_a_number_of_another_kind_is_refused_where_it_is_given(name: str, value:
     assert TrainConfig(data="clicks", batch_size=np.int64(3)).batch_size == 3
 
 
+# ---- runs that start from another run ------------------------------------------------------------
+
 KAGGLE = load_recipe("criteo-kaggle")
 FLAGS = {"max_steps": 6, "batch_size": 64, "checkpoint_every": 6, "log_every": 1}
 
