@@ -70,7 +70,7 @@ NIGHTLY = (
             "the library with kernels that are checked, not compiled", "shipped_library"),
     # ---- data ------------------------------------------------------------------------------------
     Nightly("tests/data/test_resuming.py::test_killed_runs_resume_where_they_stopped",
-            "a run of one and of two workers is killed; test_a_resumed_run_reads_no_unit_twice"),
+            "test_cuts.py kills a run of one and of two; test_a_resumed_run_reads_no_unit_twice"),
     Nightly("tests/data/test_resuming.py::test_many_jobs_that_begin_at_once_never_mix",
             "test_another_job_is_kept_out_while_a_run_lives"),
     # ---- benchmarks ------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
-"""The output is the same for any number of workers, parts of files and any interruption."""
+"""The output is the same for any number of workers and any interruption."""
 
-import fcntl
-import gzip
 import json
 import os
 import random
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +19,13 @@ import pytest
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import job, run as preprocessing
-from oper.data.reading import cuts
 from oper.data.reading.detect import plan_units
 from oper.data.reading.estimate import needs
-from oper.data.reading.lines import Unit, line_of, read_blocks, units_of_text
-from oper.data.recipe import Layout
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import InvalidInputError
 from tests import forked
-from tests.data.loader_support import digest, parquet_bytes
+from tests.data.loader_support import digest
 from tests.support import counts_by, wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -108,7 +102,9 @@ preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessO
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_another_job_is_kept_out_while_a_run_lives(tmp_path: Path, log: str, killed: bool) -> None:
+def test_another_job_is_kept_out_while_a_run_lives(
+    tmp_path: Path, log: str, killed: bool
+) -> None:
     other = replace(SMALL, min_count=5)
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", other if killed else SMALL)
     target = tmp_path / "job" / "out"
@@ -158,8 +154,9 @@ def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> Non
         "alone", "log.txt", "log.txt.about.json", "out"]
 
 
-def test_a_resumed_run_reads_no_unit_twice(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-                                           ) -> None:
+def test_a_resumed_run_reads_no_unit_twice(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     original = preprocessing.Job._read
 
@@ -227,8 +224,9 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
                 and os.readlink(f"/proc/self/fd/{f}").startswith(str(tmp_path))]
 
 
-def test_only_logs_beyond_a_share_of_the_memory_are_large(tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_logs_beyond_a_share_of_the_memory_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from oper.data.reading import pagecache
 
     path = tmp_path / "log"
@@ -257,8 +255,9 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
-def test_workers_on_a_ray_cluster_share_the_work(tmp_path: Path, log: str,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_a_ray_cluster_share_the_work(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = pytest.importorskip("ray")
     # Workers must find the modules of this process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
@@ -285,8 +284,9 @@ def test_workers_on_a_ray_cluster_share_the_work(tmp_path: Path, log: str,
     assert digest(tmp_path / "one") == digest(tmp_path / "ray")
 
 
-def test_disk_estimate_refuses_before_work(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-                                           ) -> None:
+def test_disk_estimate_refuses_before_work(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need = needs(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
     assert need.rows == pytest.approx(1500, rel=0.05)
     usage = type("usage", (), {"free": need.disk_bytes - 1})
@@ -302,8 +302,9 @@ def size_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "bags"])
-def test_disk_estimate_counts_every_id_of_a_bag(tmp_path: Path, kind: str,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_estimate_counts_every_id_of_a_bag(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     bags = [rng.integers(0, 50_000, 40).tolist() for _ in range(3000)]
     path = tmp_path / f"log.{kind}"
@@ -346,8 +347,9 @@ def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_vocabularies_in_little_memory(tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
-                                       ) -> None:
+def test_vocabularies_in_little_memory(
+    tmp_path: Path, text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from oper.data.vocabulary import merging
 
     monkeypatch.setattr(merging, "_SLICE", 500)
@@ -395,124 +397,3 @@ def test_hashing_counts_collisions(tmp_path: Path, log: str) -> None:
     assert manifest["ids_in_hotness_order"] is False
     assert {t["num_rows"] for t in manifest["tables"].values()} == {100}
     assert manifest["tables"]["C26"]["num_collisions"] > 0
-
-
-# ---- large gzip files, read in parts -------------------------------------------------------------
-
-pytest.importorskip("rapidgzip")
-
-
-LINES = Layout("lines", ())
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: Any) -> tuple[Path, bytes]:
-    """A gzip file with several seek points, and its decompressed text."""
-    rng = np.random.default_rng(0)
-    text = b"".join(b"%d\t%x\n" % (k, x) for k, x in enumerate(rng.integers(0, 2**60, 1_000_000)))
-    path = tmp_path_factory.mktemp("cuts") / "log.gz"
-    path.write_bytes(gzip.compress(text, 1))
-    return path, text
-
-
-def test_parts_hold_every_line_once(large: tuple[Path, bytes], monkeypatch: Any) -> None:
-    path, text = large
-    monkeypatch.setattr(cuts, "_SPACING", 1 << 23)
-    spans = units_of_text(str(path), LINES, path.stat().st_size - 1)
-    assert len(spans) > 1 and spans[0].start == 0 and spans[-1].stop == len(text)
-    index = cuts._index(str(path))
-    header = np.fromfile(index, cuts._HEADER, 1)[0]
-    assert 2 < header["points"] <= len(text) / (1 << 23) + 2
-    many = [Unit(str(path), "lines", a, b) for a, b in zip(
-        range(0, len(text), 3_000_001), [*range(3_000_001, len(text), 3_000_001), len(text)],
-        strict=True)]
-    for parts in (spans, many, many[::-1]):
-        found = [b"".join(b.data for b in read_blocks(s, LINES)) for s in parts]
-        assert b"".join(found[::-1] if parts[0].start else found) == text
-    for span in (spans[-1], many[3]):
-        first = next(iter(read_blocks(span, LINES))).data.split(b"\t")[0]
-        assert line_of(span, LINES, 5) == int(first) + 6
-    before = index.stat().st_mtime_ns
-    assert units_of_text(str(path), LINES, path.stat().st_size - 1) == spans
-    assert index.stat().st_mtime_ns == before, "it was not written again"
-
-
-def test_a_damaged_part_is_named(large: tuple[Path, bytes], tmp_path: Path) -> None:
-    data = large[0].read_bytes()
-    path = tmp_path / "log.gz"
-    path.write_bytes(data)
-    span = units_of_text(str(path), LINES, len(data) - 1)[-1]
-    cuts._index(str(path)).write_bytes(b"nonsense" * 9)
-    with pytest.raises(FileFormatError, match=r"log\.gz.*gzidx"):
-        list(read_blocks(span, LINES))
-
-
-def packed(log: Path, name: str = "log.gz") -> str:
-    path = log.parent / name
-    path.write_bytes(gzip.compress(log.read_bytes()))
-    return str(path)
-
-
-def test_the_same_bytes_as_of_plain_text(tmp_path: Path, log: Path) -> None:
-    preprocess(KAGGLE, [str(log)], tmp_path / "plain", SMALL)
-    preprocess(KAGGLE, [packed(log)], tmp_path / "gz", replace(SMALL, num_workers=2))
-    found = parquet_bytes(tmp_path / "gz")
-    assert found == parquet_bytes(tmp_path / "plain") and len(found) > 30
-    # The index beside the log is not read as a part of a folder of logs.
-    log.unlink()
-    (tmp_path / "logs").mkdir()
-    for path in [*tmp_path.glob("log.gz"), *tmp_path.glob(".log.gz.*")]:
-        path.rename(tmp_path / "logs" / path.name)
-    preprocess(KAGGLE, [str(tmp_path / "logs")], tmp_path / "again", SMALL)
-    assert parquet_bytes(tmp_path / "again") == found
-    assert len(list((tmp_path / "logs").iterdir())) == 2
-
-
-def test_a_killed_run_keeps_the_parts_that_it_has_read(tmp_path: Path, log: Path) -> None:
-    name = packed(log)
-    preprocess(KAGGLE, [name], tmp_path / "undisturbed", SMALL)
-    rng = random.Random(3)
-    kept = []
-    for workers in ("1", "2"):
-        target = tmp_path / f"out{workers}"
-        done = forked.run("-c", KILLED, name, str(target), workers, str(rng.randint(30, 60)))
-        assert done.returncode == -signal.SIGKILL
-        kept.append(len(list((tmp_path / f".out{workers}.work" / "stage").glob("*.json"))))
-        preprocess(KAGGLE, [name], target, SMALL)
-        assert digest(target) == digest(tmp_path / "undisturbed")
-    assert min(kept) > 1
-
-
-def test_processes_that_begin_at_once_make_one_pass(tmp_path: Path, log: Path, monkeypatch: Any
-                                                    ) -> None:
-    name, made = packed(log), []
-    write = cuts._write
-    monkeypatch.setattr(cuts, "_write", lambda *a: made.append(a) or write(*a))
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(cuts.make, [name] * 4))
-    assert len(made) == 1
-    assert {p.name for p in tmp_path.glob(".*")} == {cuts._index(name).name}
-
-
-@pytest.mark.parametrize("why", ["no library", "no room", "members", "cut short", "footer", "bits"])
-def test_files_that_are_not_cut(tmp_path: Path, log: Path, monkeypatch: Any, why: str) -> None:
-    data, path = log.read_bytes(), tmp_path / "day.gz"
-    whole = gzip.compress(data)
-    path.write_bytes({
-        "members": gzip.compress(data[:9]) + gzip.compress(data[9:]), "cut short": whole[:-30],
-        "footer": whole[:-3], "bits": whole[:900] + b"\0\0" + whole[902:]}.get(why, whole))
-    if why == "no library":
-        monkeypatch.setattr(cuts.importlib.util, "find_spec", lambda name: None)
-    elif why == "no room":
-        def refuse(*_: Any) -> None:
-            raise OSError("no room")
-        monkeypatch.setattr(fcntl, "flock", refuse)
-    before = set(tmp_path.iterdir())
-    assert units_of_text(str(path), LINES, 20_000) == [Unit(str(path), "lines")]
-    assert set(tmp_path.iterdir()) == before or why == "no room"
-    if why in ("cut short", "footer", "bits"):
-        with pytest.raises(FileFormatError, match="a complete file"):
-            preprocess(KAGGLE, [str(path)], tmp_path / "out", SMALL)
-    else:
-        found = b"".join(b.data for b in read_blocks(Unit(str(path)), LINES))
-        assert found == data
