@@ -266,8 +266,6 @@ def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., op
 
 # ---- replica groups ------------------------------------------------------------------------------
 
-pytest.importorskip("torchrec")
-
 LAST = 7
 TABLES = {"ta": "/model/bags.embedding_bags.ta.weight",
           "tc": "/model/bags.embedding_bags.tc.weight",
