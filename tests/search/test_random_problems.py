@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, Tier
@@ -24,7 +24,6 @@ from oper.topology import Topology
 from tests.search.oracle import best_of_candidates, some_placements
 from tests.search.search_cases import (
     QUICK,
-    examples,
     gpus,
     host,
     placed_steps,
@@ -38,7 +37,7 @@ from tests.search.search_cases import (
 )
 
 
-@settings(QUICK, max_examples=examples(30))
+@QUICK
 @given(problems(), st.integers(0, 10**6))
 def test_plans_satisfy_their_problem_and_none_is_below_the_bound(problem: Problem, seed: int
                                                                  ) -> None:
