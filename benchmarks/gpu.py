@@ -210,7 +210,6 @@ def parts(quick: bool) -> Iterator[Part]:
     half = [n for n in names if "uniform" in n or "graph" in n]
     yield from (case("lookup", n) for n in half)
     yield Part("tests-ranks", [*python, *_PYTEST, f"{tests}emulated.py", f"{tests}domains.py",
-                               f"{tests}moves.py", f"{tests}counters.py",
                                "tests/shmem/test_exchange.py"], 300)
     yield Part("tests-processes", [*python, *_PYTEST, f"{tests}on_gpu.py",
                                    f"{tests}domain_processes.py"], 400)

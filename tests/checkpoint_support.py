@@ -1,7 +1,5 @@
 """A model with tables of all kinds, for tests of checkpoints; needs torchrec."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DLRM models and KJT batches for integration tests; import this module inside tests (torchrec)."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A new interpreter needs three seconds of processor time for these imports, and t
 Tests of how a program starts, of its imports or of its memory start a new interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

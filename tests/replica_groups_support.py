@@ -1,7 +1,5 @@
 """Replica groups on virtual ranks, and a simulation of the groups in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,22 +11,8 @@ from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.replica_groups.groups import Background, ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
-from tests.optimizer_formulas import first_states
-from tests.runtime_support import (
-    Batch,
-    Case,
-    Result,
-    apply_optimizer,
-    initial_weights,
-    mixed_plan,
-    rank_loss,
-    reference_forward,
-    rich_plan,
-    run_ranks,
-    same_bits,
-    touched_rows,
-    with_tables,
-)
+from tests import runtime_support as rs
+from tests.references import first_states
 
 Body = Callable[[ShardedTables, int], Any]
 
@@ -45,7 +29,7 @@ def run_in_groups(body: Callable[[ReplicaGroups], Any], size: int, every: int, c
         return body(ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
                                   Background(behind[rank][number]) if delay else None, bits))
 
-    return run_ranks(size * count, on_rank)
+    return rs.run_ranks(size * count, on_rank)
 
 
 def open_in_group(groups: ReplicaGroups, plan: Plan, features: Sequence[tuple[str, str]],
@@ -60,7 +44,7 @@ def open_in_group(groups: ReplicaGroups, plan: Plan, features: Sequence[tuple[st
     return tables
 
 
-def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
+def run_groups(case: rs.Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
                count: int = 2, **options: Any) -> list[Any]:
     """Run `body(tables, rank)` on `count` groups of virtual ranks; return results by global rank.
     """
@@ -69,8 +53,8 @@ def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: B
     def on_rank(groups: ReplicaGroups) -> Any:
         number = groups.counterparts.rank
         # The rows of the first group are used.
-        weights = {name: weight + number for name, weight in initial_weights(case).items()}
-        tables = open_in_group(groups, with_tables(plan, own.tables), case.features, optimizer,
+        weights = {name: weight + number for name, weight in rs.initial_weights(case).items()}
+        tables = open_in_group(groups, rs.with_tables(plan, own.tables), case.features, optimizer,
                                weights)
         try:
             return body(tables, groups.whole.rank)
@@ -80,20 +64,20 @@ def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: B
     return run_in_groups(on_rank, plan.world_size, every, count, **options)
 
 
-def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
+def train(tables: ShardedTables, case: rs.Case, batch: rs.Batch) -> torch.Tensor:
     out = tables.lookup(batch.lookup(case))
-    rank_loss(out, batch.target).backward()
+    rs.rank_loss(out, batch.target).backward()
     return out.detach().clone()
 
 
-def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
-            **options: Any) -> Result:
+def trained(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: Optimizer,
+            every: int, **options: Any) -> rs.Result:
     """Train in groups; assert that all groups are bitwise equal after a synchronization."""
-    def body(tables: ShardedTables, rank: int) -> Result:
+    def body(tables: ShardedTables, rank: int) -> rs.Result:
         outputs = [[train(tables, case, batches[rank])] for batches in steps]
         tables.replicas.synchronize()
         tables.barrier()
-        result = Result(
+        result = rs.Result(
             outputs, {t.name: tables.read(t.name) for t in case.tables},
             {f"{t.name} {part}": tables.read(t.name, part=part)
              for t in case.tables for part, _ in STATE_PARTS[optimizer.name]},
@@ -104,10 +88,11 @@ def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
     ranks = run_groups(case, plan, optimizer, every, body, **options)
     for k, other in enumerate(ranks[1:], 1):
         first = ranks[k % plan.world_size]  # each rank of a group has its own replicas
-        same_bits(Result([], other.weights, other.states, other.replicas),
-                  Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
-    return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
-                  ranks[0].weights, ranks[0].states)
+        rs.same_bits(rs.Result([], other.weights, other.states, other.replicas),
+                     rs.Result([], ranks[0].weights, ranks[0].states, first.replicas),
+                     "groups", True)
+    return rs.Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
+                     ranks[0].weights, ranks[0].states)
 
 
 @torch.no_grad()
@@ -149,8 +134,8 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return least + step * (codes + 0.5).floor()
 
 
-def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
-              count: int, delay: int = 0, bits: int = 32) -> Result:
+def simulated(case: rs.Case, steps: list[list[rs.Batch]], optimizer: Optimizer, every: int,
+              count: int, delay: int = 0, bits: int = 32) -> rs.Result:
     """Simulate groups that train separately and are averaged after every `every` updates.
 
     Averages arrive `delay` updates later. Rows are sent with `bits` bits per number, and exactly at
@@ -158,7 +143,7 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
     """
     size = len(steps[0]) // count
     of_all = optimizer.name in ("sgd", "momentum_sgd")
-    groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
+    groups = [{n: w.clone().requires_grad_() for n, w in rs.initial_weights(case).items()}
               for _ in range(count)]
     states = [{n: first_states(optimizer, w.detach()) for n, w in g.items()} for g in groups]
     changed = [{t.name: torch.zeros(t.num_rows, dtype=torch.bool) for t in case.tables}
@@ -198,13 +183,14 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
         outputs.append([])
         for g, weights in enumerate(groups):
             mine = batches[g * size:(g + 1) * size]
-            outs = [reference_forward(case, weights, b) for b in mine]
+            outs = [rs.reference_forward(case, weights, b) for b in mine]
             outputs[-1] += [o.detach() for o in outs]
-            (sum(rank_loss(o, b.target) for o, b in zip(outs, mine, strict=True)) / size).backward()
+            losses = [rs.rank_loss(o, b.target) for o, b in zip(outs, mine, strict=True)]
+            (sum(losses) / size).backward()
             for name, w in weights.items():
-                touched = touched_rows(case, case.table(name), mine)
+                touched = rs.touched_rows(case, case.table(name), mine)
                 changed[g][name] |= touched
-                apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
+                rs.apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
                 w.grad = None
         if step == due:
             arrive()
@@ -217,12 +203,12 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
     for again in (False, True):
         send(32, again)
         arrive()
-    return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
-                  {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
+    return rs.Result(outputs, {n: w.detach() for n, w in groups[0].items()},
+                     {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
 
 
-PLANS: dict[str, Callable[[Case], Plan]] = {
+PLANS: dict[str, Callable[[rs.Case], Plan]] = {
     "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
     "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
-    "mixed": lambda case: mixed_plan(case.tables, 2, 1),
-    "rich": lambda case: rich_plan(case.tables, 2, 1, columns=True)}
+    "mixed": lambda case: rs.mixed_plan(case.tables, 2, 1),
+    "rich": lambda case: rs.rich_plan(case.tables, 2, 1, columns=True)}

@@ -22,7 +22,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_formulas import EVERY, first_states, update_rows
+from tests.references import EVERY, first_states, update_rows
 
 Optimizers = Optimizer | Mapping[str, Optimizer]  # of all tables, or by table
 

@@ -10,8 +10,6 @@ hour on two busy cores: name `--kind`, a file or a folder for a part, or set `--
 machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import filecmp
 import os
@@ -88,19 +86,18 @@ class Kind:
 # Tests that together cover all native code of their package. The other tests run only Python code
 # or the same kernels in several processes. Of planning, the tests that enumerate all plans in
 # Python are left out: the tests below call the same native functions.
-_PLANNING = ("annealing", "branching", "copies", "pins", "properties")
-_DATA = ("fuzz", "generator", "loader", "plain", "preprocessing", "reading", "recipes")
-_TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
-           "exchange", "heap", "hostile_peer", "host_memory", "interaction", "large_outputs",
-           "lookup_inputs", "message_bits", "migration", "one_copy", "optimizers", "publication",
-           "pull", "quantised_rows", "resolve", "row_dtypes", "traffic",
-           "weight_gradients", "wire")
+_PLANNING = ("annealing", "branching", "properties")
+_DATA = ("loader", "plain", "preprocessing", "reading", "recipes", "synthetic")
+_TABLES = ("determinism", "exactness", "exchange", "gradients", "heap", "lookup_inputs",
+           "message_bits", "migration", "optimizers", "publication", "pull", "quantised_rows",
+           "row_dtypes", "shared_bags", "traffic")
 # Tests whose ranks or readers are threads of one process. The others run no threads, or run ranks
 # as processes, between which ThreadSanitizer sees no races.
-_THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
-             "hostile_peer", "interaction", "lookup_inputs", "message_bits", "migration",
-             "one_copy", "optimizers", "publication", "pull", "resolve", "row_dtypes", "threads",
-             "traffic", "weight_gradients", "wire")
+_THREADED = ("exactness", "exchange", "gradients", "heap", "lookup_inputs", "message_bits",
+             "migration", "optimizers", "publication", "pull", "row_dtypes", "shared_bags",
+             "threads", "traffic")
+_ACCUMULATION = tuple(f"tests/shmem/test_micro_batches.py::test_{name}" for name in (
+    "equals_one_batch", "unpooled", "keys_in_another_order_and_optional_weights"))
 # Together with AddressSanitizer, UndefinedBehaviorSanitizer always reports to stderr, not to a
 # file; so its reports end the process. Leaks are not detected, since Python and torch keep memory
 # until the process ends. PYTHONMALLOC=malloc, since Python's own allocator would hide overflows of
@@ -119,8 +116,8 @@ KINDS = {
          "add": "signed integer overflow"},
         (*(f"tests/search/test_{name}.py" for name in _PLANNING),
          *(f"tests/data/test_{name}.py" for name in _DATA),
-         *(f"tests/shmem/test_{name}.py" for name in _TABLES),
-         "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_native.py",
+         *(f"tests/shmem/test_{name}.py" for name in _TABLES), *_ACCUMULATION,
+         "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_stats.py",
          "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"),
         {"tests/shmem/test_exchange.py::test_buffers_stop_growing_as_batches_change":
          "AddressSanitizer keeps what is freed"}),
@@ -132,7 +129,7 @@ KINDS = {
         # one thread, without OpenMP). Nor is the lock under which glibc frees thread-local memory.
         "race:c10d::\nrace:at::internal::invoke_parallel\nrace:_dl_deallocate_tls\n",
         {"race": "data race"},
-        (*(f"tests/shmem/test_{name}.py" for name in _THREADED),
+        (*(f"tests/shmem/test_{name}.py" for name in _THREADED), *_ACCUMULATION,
          "tests/shmem/test_determinism.py::test_slow_ranks_change_no_bit",
          "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"

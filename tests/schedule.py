@@ -4,8 +4,6 @@ A test runs nightly if it takes seconds of processor time and a shorter test of 
 named here, is part of ``make test``.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ import pytest
 # Tests that measure time or use the whole machine; no other test runs at the same time.
 ALONE = (
     # Emulates links and processors of a given speed. Nor can a machine emulate the cluster of
-    # tests/shmem/test_multi_host.py, whose links have any speed, at the same time.
+    # tests/shmem/test_sockets.py, whose links have any speed, at the same time.
     "tests/bench/test_bench_cluster.py",
     # A thread of low priority prepares deltas: 13 s per test alone, 110 s beside other tests.
     "tests/faults/test_served_deltas.py",
@@ -25,7 +23,7 @@ RANDOM_PROBLEMS = (
     "tests/search/test_random_problems.py::"
     "test_plans_satisfy_their_problem_and_none_is_below_the_bound",
     "tests/search/test_random_problems.py::test_checker_and_search_prove_the_same_bound",
-    "tests/search/test_unequal_links.py", "tests/search/test_properties.py",
+    "tests/search/test_properties.py",
 )
 
 # Tests that depend most on the versions of torch, torchrec and fbgemm (`make test-versions`).
@@ -35,8 +33,8 @@ VERSIONS = tuple(f"tests/integration/test_{name}.py" for name in (
 
 # The slowest files run first, so that none of them still runs when all other workers are done.
 FIRST = tuple(f"tests/{name}" for name in (
-    "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "test_demo", "test_docs",
-    "test_example"))
+    "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "search/", "test_demo",
+    "test_docs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,7 @@ NIGHTLY = (
             "the library with kernels that are checked, not compiled", "shipped_library"),
     # ---- data ------------------------------------------------------------------------------------
     Nightly("tests/data/test_resuming.py::test_killed_runs_resume_where_they_stopped",
-            "test_cuts.py kills a run of one and of two workers; test_a_resumed_run_reads_no_unit_"
-            "twice"),
+            "test_cuts.py kills a run of one and of two; test_a_resumed_run_reads_no_unit_twice"),
     Nightly("tests/data/test_resuming.py::test_many_jobs_that_begin_at_once_never_mix",
             "test_another_job_is_kept_out_while_a_run_lives"),
     # ---- benchmarks ------------------------------------------------------------------------------
@@ -91,29 +88,30 @@ NIGHTLY = (
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",
             "tests/faults/test_served_deltas.py; test_torn_answers_are_found"),
     Nightly("tests/bench/test_bench_models.py::test_the_simulator",
-            "rl_rec/test_simulator.py and test_retention.py learn from the same logs"),
-    Nightly("tests/bench/test_bench_graphs.py::test_counts_find_what_shares_invent",
+            "rl_rec/test_off_policy.py and test_sqn.py learn from the same logs"),
+    Nightly("tests/bench/test_bench_models.py::test_counts_find_what_shares_invent",
             "rl_rec/test_concepts.py::test_ratios_of_independent_counts_would_have_edges"),
-    Nightly("tests/bench/test_bench_graphs.py::test_codes_of_models_are_scored",
-            "test_users_choose_by_their_tastes; rl_rec/test_disentanglement.py has the scores, "
+    Nightly("tests/bench/test_bench_models.py::test_codes_of_models_are_scored",
+            "test_users_choose_by_their_tastes; rl_rec/test_concepts.py has the scores, "
             "rl_rec/test_cadvae.py given concepts and graphs"),
     Nightly("tests/bench/test_bench_models.py::test_training_steps_of_a_recommender",
-            "cadvae; train/test_recommenders.py trains a model of sequences", "hstu-.*"),
-    Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
+            "cadvae; train/test_train.py trains a model of sequences", "hstu-.*"),
+    Nightly("tests/bench/test_bench_lookup.py::test_ranks_that_share_no_memory",
             "test_two_processes_measure_and_verify; test_bench_cluster.py"),
     # ---- the search ------------------------------------------------------------------------------
     Nightly("tests/search/test_random_problems.py::test_bound_optimum_and_search_are_in_order",
             "one seed on each machine", "[1-9]-.*"),
-    Nightly("tests/search/test_shared_links.py::"
+    Nightly("tests/search/test_hardware.py::"
             "test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares",
             "both together: racks behind links that hosts share", "shared|racks"),
-    Nightly("tests/search/test_owner_rows.py::"
+    Nightly("tests/search/test_bound.py::"
             "test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan",
             "each kind of link at least once, equal and unequal, training and inference",
             "(gpus|hosts|pairs)-training|hosts-inference"
             "|shared-(training|inference|pairs-training)|racks-training"),
-    Nightly("tests/search/test_whole_rows.py::test_the_planner_splits_only_what_may_be_split",
-            "LARS", ".*lamb"),
+    Nightly("tests/search/test_constraints.py::test_the_planner_splits_only_what_may_be_split",
+            "LAMB; test_whole_rows_are_not_split_by_columns refuses such plans of each optimizer",
+            "lars_sgd|partial_.*"),
     Nightly("tests/search/test_branching.py::test_no_plan_is_below_the_bound_of_its_own_node",
             "two seeds on each topology", "(True|False)-[2-9]-.*"),
     # ---- the runtime -----------------------------------------------------------------------------
@@ -128,11 +126,11 @@ NIGHTLY = (
             "domains2-.*|None-(rowwise_adagrad_l2|adam)|domains1-sgd"),
     Nightly("tests/shmem/test_keys.py::test_all_keys_new",
             "a million keys through ten thousand rows", "10000000-.*"),
-    Nightly("tests/shmem/test_desync.py::test_a_rank_that_skips_a_step",
+    Nightly("tests/shmem/test_agreement.py::test_a_rank_that_skips_a_step",
             "two ranks; domains ab and aba", "three"),
-    Nightly("tests/shmem/test_desync.py::test_a_rank_that_runs_collections_in_another_order",
+    Nightly("tests/shmem/test_agreement.py::test_a_rank_that_runs_collections_in_another_order",
             "two ranks", "3"),
-    Nightly("tests/shmem/test_desync.py::test_another_order_between_domains_is_detected_at_once",
+    Nightly("tests/shmem/test_agreement.py::test_another_order_between_domains_is_detected_at_once",
             "two domains", "abc"),
     Nightly("tests/faults/test_faults.py::test_a_rank_stalls",
             "update and migration; a rank is killed at every phase", "outbox|checkpoint write"),
@@ -140,7 +138,7 @@ NIGHTLY = (
             "replica broadcast"),
     Nightly("tests/faults/test_faults.py::test_a_rank_is_killed_for_memory", "update",
             "checkpoint write"),
-    Nightly("tests/integration/test_survivors.py::test_survivors_save_one_step_or_nothing",
+    Nightly("tests/integration/test_bounded_checkpoint.py::test_survivors_save_one_step_or_nothing",
             "one loss each at forward and update, of two ranks",
             r".*-barrier-.*|3-outbox-1|3-update-3"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::test_checkpoints_between_torchrec_and_oper",
@@ -152,24 +150,24 @@ NIGHTLY = (
             "200 changes", "1000"),
     Nightly("tests/integration/test_checkpoint.py::test_another_world_size_resumes",
             "one rank, with chunks and without", ".*-4-.*"),
-    Nightly("tests/integration/test_half_checkpoint.py::test_16_bit_rows_move_between_plans_and_hosts",
+    Nightly("tests/integration/test_checkpoint.py::test_16_bit_rows_move_between_plans_and_hosts",
             "one rank; two hosts", "aa-102"),
-    Nightly("tests/integration/test_deltas_of_groups.py::test_a_delta_has_the_rows_of_its_step",
+    Nightly("tests/integration/test_follow.py::test_a_delta_has_the_rows_of_its_step",
             "synchronized every three updates, with a delay and 8 bits", "101-1-0-32"),
     Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",
             "four of them; what the random programs say of the code stays",
             r"(?!writes are lost$|padding is trained$|copies share their rows$"
             r"|learning rates stay$).*"),
     # ---- training --------------------------------------------------------------------------------
-    Nightly("tests/rl_rec/test_simulator.py::test_a_high_return_beats_the_behaviour_policy",
-            "test_calibrated_targets_interpolate_what_was_achieved; rl_rec/test_retention.py"),
-    Nightly("tests/rl_rec/test_retention.py::test_learned_policies_do_better_than_the_log",
+    Nightly("tests/rl_rec/test_off_policy.py::test_a_high_return_beats_the_behaviour_policy",
+            "test_calibrated_targets_interpolate_what_was_achieved; rl_rec/test_sqn.py"),
+    Nightly("tests/rl_rec/test_sqn.py::test_learned_policies_do_better_than_the_log",
             "cloned, iql and td3+bc", "cql|dqn"),
-    Nightly("tests/test_example.py::test_shard_dlrm", "under torchrun", "alone"),
-    Nightly("tests/train/test_recommenders.py::test_sharded_equals_unsharded",
+    Nightly("tests/test_demo.py::test_shard_dlrm", "under torchrun", "alone"),
+    Nightly("tests/train/test_train.py::test_sharded_equals_unsharded",
             "a model of sequences, two autoencoders and popularity; cdt4rec in two processes",
             "dt|cdt4rec|macridvae"),
-    Nightly("tests/train/test_recommenders.py::test_two_processes",
+    Nightly("tests/train/test_train.py::test_a_recommender_in_two_processes",
             "oper; test_train.py has two processes of TorchRec", "torchrec"),
     Nightly("tests/train/test_train.py::test_torchrun",
             "test_two_processes, with the environment that torchrun sets"),

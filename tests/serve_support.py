@@ -1,7 +1,5 @@
 """Predictors with known scores, and other helpers for tests of serving."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

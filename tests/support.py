@@ -1,7 +1,5 @@
 """Helpers for the tests of several packages: small plans, hypothesis strategies, real data."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

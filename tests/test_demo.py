@@ -1,10 +1,10 @@
-"""A small demo from beginning to end."""
-
-from __future__ import annotations
+"""A small demo, and the example, from beginning to end."""
 
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from oper.bench.demo.demo import _compare
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.train.model import save_state
 from tests.forked import FORKS
-from tests.support import run_here
+from tests.support import ROOT, run_here
 
 KEYS = ("rows", "plan_gap", "max_abs_diff", "oper_step_ms", "torchrec_step_ms", "ratio_step",
         "oper_forward_ms", "torchrec_forward_ms", "ratio_forward", "dlrm_ratio_step")
@@ -67,3 +67,17 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
         done = run_here("demo", *arguments, "--out", str(tmp_path / "out"))
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("oper: ") == 1
+
+
+# ---- the example ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [
+    [], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["alone", "torchrun"])
+def test_shard_dlrm(launcher: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *launcher, "examples/shard_dlrm.py"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 4 and losses[-1] < losses[0]

@@ -1,6 +1,4 @@
-"""What is imported is declared in ``pyproject.toml``, and what is declared is used."""
-
-from __future__ import annotations
+"""What is imported is declared in ``pyproject.toml``, and the reverse; tests/schedule.py."""
 
 import ast
 import functools
@@ -10,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import oper
+from tests.schedule import ALONE, NIGHTLY, RANDOM_PROBLEMS
 from tests.support import ROOT
 from tests.test_imports import MODULES
 
@@ -160,3 +159,13 @@ def test_workflows_and_hooks_call_what_exists() -> None:
             called |= set(listed.split(", "))
         assert called
         assert called <= targets
+
+
+# ---- tests/schedule.py ---------------------------------------------------------------------------
+
+
+def test_listed_tests_exist() -> None:
+    assert all((ROOT / path).exists() for path in ALONE)
+    for test in (*(n.test for n in NIGHTLY), *RANDOM_PROBLEMS):
+        path, _, name = test.partition("::")
+        assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test

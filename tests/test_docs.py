@@ -6,8 +6,6 @@ why in its first line: "# Not run by the tests: ...". Pages other than tutorials
 with the files of `WORKSPACE`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

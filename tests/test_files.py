@@ -1,7 +1,5 @@
 """Checked files: read as written, refused if damaged, never written partially."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """The rules on imports, sizes and start-up time, checked on every module of the package."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`oper.shard`: what it replaces, what it refuses by name, and the plan that it makes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

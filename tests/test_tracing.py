@@ -1,7 +1,5 @@
 """`oper.trace`: every phase of every step and rank at its time; no incomplete files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -369,8 +367,6 @@ def test_clocks_are_compared_by_collectives(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     for found in run_ranks(2, compare_clocks):
         assert found == [(0, 0), (0, 0)]
-
-
 
 
 def test_hosts_are_processes_and_their_uncertainty_is_stated(

@@ -1,7 +1,5 @@
 """A wheel built from these sources works in a fresh environment, away from the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

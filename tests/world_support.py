@@ -1,8 +1,6 @@
 """Real process groups for tests: one process per rank over gloo, none of which outlives its test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

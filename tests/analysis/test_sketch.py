@@ -1,7 +1,5 @@
 """Sketches compared with exact counts and with Apache DataSketches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -9,14 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper.analysis import (
-    DistinctSample,
-    HeavyHitters,
-    TableCounter,
-    counting,
-    merge_stats,
-    sketch,
-)
+from oper import analysis
 from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
 from oper.analysis.sketch import sketched_stats
@@ -40,7 +31,7 @@ def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray
 @settings(max_examples=200, deadline=None)
 def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: int, parts: int
                                             ) -> None:
-    summaries = [HeavyHitters(entries) for _ in range(parts)]
+    summaries = [analysis.HeavyHitters(entries) for _ in range(parts)]
     true: Counter[int] = Counter()
     for k, batch in enumerate(batches):
         true.update(batch)
@@ -56,17 +47,16 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
 
 
 @pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
-def test_statistics_from_sketches_are_close_to_exact_ones(
-    exponent: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, ids = 400_000, zipf(400_000, 1_500_000, exponent)
     monkeypatch.setattr("oper.analysis.sketch.HEAVY_ENTRIES", 20_000)
-    exact, sketched = (TableCounter("t", num_rows, dense, sparse_budget_bytes=1 << 18)
+    exact, sketched = (analysis.TableCounter("t", num_rows, dense, sparse_budget_bytes=1 << 18)
                        for dense in (True, False))
     for counter in (exact, sketched):
         if isinstance(counter._counter, AdaptiveCounter):
-            counter._counter.heavy = HeavyHitters(20_000)
-            counter._counter.sample = DistinctSample(20_000)
+            counter._counter.heavy = analysis.HeavyHitters(20_000)
+            counter._counter.sample = analysis.DistinctSample(20_000)
         for part in np.array_split(ids, 50):
             counter.add([Lookups(part)])
     a, b = exact.finish(), sketched.finish()
@@ -136,7 +126,7 @@ def test_a_counter_beyond_its_budget_keeps_its_bounds_when_the_hot_ids_change(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter, true = AdaptiveCounter(budget), Counter()
-    counter.heavy, counter.sample = HeavyHitters(2000), DistinctSample(2000)
+    counter.heavy, counter.sample = analysis.HeavyHitters(2000), analysis.DistinctSample(2000)
     for day in range(4):
         ids = (zipf(30_000, 40_000, 1.1) + 7919 * day) % 30_000  # different rows are hot each day
         for part in np.array_split(ids.astype(np.int32), 13):
@@ -168,8 +158,8 @@ def test_exact_and_sketched_counters_merge() -> None:
 
 
 def test_buckets_of_a_sketched_table_hold_its_hottest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "_BUCKET_ENTRIES", 8)
-    counter = TableCounter("t", 1000, dense=False, sparse_budget_bytes=0)
+    monkeypatch.setattr(analysis.counting, "_BUCKET_ENTRIES", 8)
+    counter = analysis.TableCounter("t", 1000, dense=False, sparse_budget_bytes=0)
     for day in ("mon", "tue"):
         ids = np.concatenate([np.full(50, 7), np.arange(100)])
         counter.add([Lookups(ids)], day)
@@ -184,7 +174,7 @@ def test_buckets_of_a_sketched_table_hold_its_hottest_rows(monkeypatch: pytest.M
 @settings(max_examples=200, deadline=None)
 def test_rows_and_accesses_always_add_up(num_rows: int, ids: list[int], entries: int, sample: int
                                          ) -> None:
-    heavy, distinct = HeavyHitters(entries), DistinctSample(sample)
+    heavy, distinct = analysis.HeavyHitters(entries), analysis.DistinctSample(sample)
     array = np.array([i % num_rows for i in ids], np.int64)
     for part in np.array_split(array, 5):
         heavy.add(*np.unique(part, return_counts=True))
@@ -198,20 +188,21 @@ def test_rows_and_accesses_always_add_up(num_rows: int, ids: list[int], entries:
 
 def test_files_of_sketched_parts_merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
-    monkeypatch.setattr(HeavyHitters.__init__, "__defaults__", (2000,))
+    monkeypatch.setattr(analysis.HeavyHitters.__init__, "__defaults__", (2000,))
     days = [np.minimum(rng.zipf(1.3, 60_000), 10**6) - 1 for _ in range(5)]
     paths = []
     for k, ids in enumerate(days):
         # The last day is counted exactly, the others are not; "small" is exact throughout.
-        counter = TableCounter("t", 10**6, False, sparse_budget_bytes=10**9 if k == 4 else 20_000)
-        small = TableCounter("small", 50)
+        budget = 10**9 if k == 4 else 20_000
+        counter = analysis.TableCounter("t", 10**6, False, sparse_budget_bytes=budget)
+        small = analysis.TableCounter("small", 50)
         counter.add([Lookups(ids)], f"day {k}")
         small.add([Lookups(ids % 50)], f"day {k}")
         paths.append(tmp_path / f"{k}.npz")
         AccessStats(60_000, {"t": counter.finish(), "small": small.finish()}, "log").save(paths[-1])
     stats = [AccessStats.load(p) for p in paths]
     assert [s.tables["t"].is_exact for s in stats] == [False] * 4 + [True]
-    whole = merge_stats(iter(stats))
+    whole = analysis.merge_stats(iter(stats))
     found, every = whole.tables["t"], np.concatenate(days)
     assert whole.num_samples == found.num_accesses == every.size == 300_000
     assert [b.label for b in found.buckets] == [f"day {k}" for k in range(5)]
@@ -228,7 +219,7 @@ def test_files_of_sketched_parts_merge(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert abs(found.num_touched_rows / np.count_nonzero(exact) - 1) < 0.1
     # Merged statistics can be merged again, saved and loaded.
     whole.save(tmp_path / "all.npz")
-    again = merge_stats([AccessStats.load(tmp_path / "all.npz"), stats[0]])
+    again = analysis.merge_stats([AccessStats.load(tmp_path / "all.npz"), stats[0]])
     assert again.tables["t"].num_accesses == 360_000
 
 
@@ -236,12 +227,12 @@ def test_statistics_that_cannot_be_merged() -> None:
     modelled = TableStats(10, tail_values=np.array([1, 2]), tail_num_rows=np.array([5, 5]))
     part = AccessStats(15, {"t": modelled})
     with pytest.raises(InvalidInputError, match="modelled"):
-        merge_stats([part, part])
+        analysis.merge_stats([part, part])
     with pytest.raises(InvalidInputError, match="at least one"):
-        merge_stats([])
+        analysis.merge_stats([])
     with pytest.raises(InvalidInputError, match="same tables"):
-        merge_stats([part, AccessStats(1, {"u": modelled})])
-    assert merge_stats([part]) is part
+        analysis.merge_stats([part, AccessStats(1, {"u": modelled})])
+    assert analysis.merge_stats([part]) is part
 
 
 def test_the_level_of_a_summary_is_the_count_at_its_place() -> None:
@@ -249,4 +240,4 @@ def test_the_level_of_a_summary_is_the_count_at_its_place() -> None:
     for top in (3, 4000, 5000, 10**9):
         counts = rng.integers(1, top, 500)
         for place in (0, 1, 250, 498, 499):
-            assert sketch._smallest(counts, place) == np.sort(counts)[place]
+            assert analysis.sketch._smallest(counts, place) == np.sort(counts)[place]

@@ -1,7 +1,5 @@
 """Fork the benchmarks' child processes, except in tests of the processes themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

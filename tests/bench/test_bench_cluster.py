@@ -1,7 +1,5 @@
 """The cluster benchmark: emulated hosts, its cases, and the cleanup after it is killed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import select
@@ -29,17 +27,9 @@ from oper.bench.cluster.network import Links, OnHosts, WithWorkload, cluster, wh
 from oper.bench.cluster.overlap import Overlap
 from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.cluster.replica_groups import ReplicaGroupsCase
-from oper.bench.core import record
+from oper.bench.core import record, workload
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
-from oper.bench.core.workload import (
-    NO_ID,
-    Workload,
-    bags_of,
-    batch_ids,
-    data_files,
-    make_kjt,
-)
 from oper.bench.tables.sides import Side
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
@@ -47,7 +37,7 @@ from oper.topology import Topology
 
 emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
 ROOT = Path(__file__).resolve().parents[2]
-TINY = Workload((3000, 400, 30), 16, 256, 4, lengths=(4, 1, 4))
+TINY = workload.Workload((3000, 400, 30), 16, 256, 4, lengths=(4, 1, 4))
 CASE = Case("tiny", Links(2, 50), TINY, num_batches=4, num_stats_batches=4, timed_s=0.1)
 # What another process does until it is told to end.
 _BUSY = """
@@ -124,7 +114,7 @@ def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
 def test_a_link_drops_while_a_model_trains() -> None:
     """Its host waits for its own rows under any plan: a move gains little, and is not made before
     it has paid. The rows are those of a run that never moved."""
-    work = Workload((4_000, 2_000, 800, 40), 64, 513, 4)
+    work = workload.Workload((4_000, 2_000, 800, 40), 64, 513, 4)
     found, = _run(LinkChange("drops", Links(3, 100), work, num_batches=8, num_stats_batches=8))
     assert found["verified"] is True and not _namespaces()
     event = found["events"][0]
@@ -141,7 +131,7 @@ def test_a_link_drops_while_a_model_trains() -> None:
 @pytest.mark.slow
 def test_replica_groups_behind_a_slow_uplink() -> None:
     """Two racks whose uplink carries less than a step of one group needs."""
-    work = Workload((20_000, 5_000, 800, 40), 64, 2048, 1)
+    work = workload.Workload((20_000, 5_000, 800, 40), 64, 2048, 1)
     found, = _run(ReplicaGroupsCase("groups", Links(4, 200, uplink_mbits=10), work, num_batches=8,
                                     num_stats_batches=8))
     assert found["verified"] is True and found["largest_difference"] > 0 and not _namespaces()
@@ -175,7 +165,7 @@ def test_fewer_bits_send_fewer_bytes() -> None:
 
 @emulated
 @pytest.mark.slow
-@pytest.mark.skipif(not data_files(LOG), reason="OPER_DATA has no log of MovieTweetings")
+@pytest.mark.skipif(not workload.data_files(LOG), reason="OPER_DATA has no log of MovieTweetings")
 def test_quality_with_fewer_bits() -> None:
     sharded: dict[str, Any] = {"oper": {}, "fewer": {"message_variance": 5e-4}}
     found, = _run(LogQuality("quality", Links(2, 50), sharded, num_seeds=2, max_steps=12))
@@ -356,11 +346,11 @@ def test_the_grid() -> None:
 
 
 def test_bags_of_several_lengths() -> None:
-    ids = batch_ids(TINY, 0, 2, 0)
-    assert ids.shape == (3, 128 * 4) and (ids[1] == NO_ID).sum() == 128 * 3
-    bags = bags_of(TINY, ids)
+    ids = workload.batch_ids(TINY, 0, 2, 0)
+    assert ids.shape == (3, 128 * 4) and (ids[1] == workload.NO_ID).sum() == 128 * 3
+    bags = workload.bags_of(TINY, ids)
     assert [b.size for b, _ in bags] == [512, 128, 512]
-    kjt = make_kjt(TINY, ids)
+    kjt = workload.make_kjt(TINY, ids)
     assert kjt.values().tolist() == np.concatenate([b for b, _ in bags]).tolist()
     assert kjt.lengths().tolist() == np.concatenate([x for _, x in bags]).tolist()
     with pytest.raises(InvalidInputError, match="lengths"):

@@ -1,7 +1,5 @@
 """``oper bench data`` on a small log."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The GPU benchmarks end to end, on a GPU or with emulated kernels on small cases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

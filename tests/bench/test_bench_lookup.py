@@ -1,24 +1,34 @@
-"""The lookup benchmark end to end, in one and in two processes, on two small tables."""
+"""The lookup, update, training and dynamic benchmarks, end to end."""
 
-from dataclasses import replace
-from typing import Any
+import time
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from oper.bench.core.launch import measured as measure
+import oper
+from oper.bench.core.launch import Progress, measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
-from oper.bench.tables import lookup
+from oper.bench.dynamic import case as dynamic, drift
+from oper.bench.dynamic.case import DynamicCase
+from oper.bench.tables import lookup, train
 from oper.bench.tables.ceiling import UpdateCeiling
 from oper.bench.tables.lookup import LookupCase, ScaleCase, UpdateCase
+from oper.bench.tables.sides import Dense
+from oper.bench.tables.train import TrainCase
 from oper.bench.tables.unsharded import PEERS
+from oper.errors import UsageError
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from oper.train.config import DLRMConfig
+from tests.bench.helpers import BrokenDynamicCase, BrokenTrainCase
 
 WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 SMALL = {"num_batches": 4, "num_stats_batches": 4, "rounds": 2, "per_round": 2}
@@ -32,16 +42,16 @@ Entry = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Entry]:
-    return {entry["name"]: entry for entry in measure(IN_TWO_PROCESSES)}
+def entries() -> dict[str, Entry]:
+    return {entry["name"]: entry for entry in measured(IN_TWO_PROCESSES)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_lookups_are_measured_and_verified(world_size: int, measured: dict[str, Entry]) -> None:
+def test_lookups_are_measured_and_verified(world_size: int, entries: dict[str, Entry]) -> None:
     if world_size == 2:
-        entry = measured["lookup-w2"]
+        entry = entries["lookup-w2"]
     else:
-        entry, = measure([LookupCase("lookup-w1", WORK, 1, **SMALL)])
+        entry, = measured([LookupCase("lookup-w1", WORK, 1, **SMALL)])
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
     assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
@@ -54,8 +64,8 @@ def test_lookups_are_measured_and_verified(world_size: int, measured: dict[str, 
     assert entry["name"] in report([entry], lookup.FIGURES)
 
 
-def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
-    entry = measured["update-w2"]
+def test_updates_are_measured_and_verified(entries: dict[str, Entry]) -> None:
+    entry = entries["update-w2"]
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]["oper"]["max_relative_diff"]) == {"tables"}
     assert set(entry["timings"]) == {"oper", "fbgemm"}
@@ -63,20 +73,20 @@ def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
         entry["fbgemm_update_ms"] / entry["oper_update_ms"], rel=1e-2)
 
 
-def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
-    entries = [measured["scale-dim-4"], measured["scale-dim-64"]]
-    assert all(e["verified"] for e in entries), entries
+def test_growth_is_measured_and_verified(entries: dict[str, Entry]) -> None:
+    scales = [entries["scale-dim-4"], entries["scale-dim-64"]]
+    assert all(e["verified"] for e in scales), scales
     # A row of 16 bytes takes a line, one of 256 bytes four.
     ids, bags = 64 * 2 * 3, 64 * 2
-    narrow, full = (e["bytes_moved"]["lines"] for e in entries)
+    narrow, full = (e["bytes_moved"]["lines"] for e in scales)
     distinct = (narrow - ids * (2 * 64 + 8) - bags * 64) / (4 * 64 + 2 * 64)
     assert 40 < distinct <= ids
     assert full == pytest.approx(
         ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
 
 
-def test_growing_tables_are_set_beside_the_bare_machine(measured: dict[str, Entry]) -> None:
-    entry = measured["scale-rows-small"]
+def test_growing_tables_are_set_beside_the_bare_machine(entries: dict[str, Entry]) -> None:
+    entry = entries["scale-rows-small"]
     assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
     bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]
@@ -113,3 +123,215 @@ def test_cases_by_world_size() -> None:
     assert [c.name for c in lookup.cases(quick=True)] == [
         *(f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)),
         "update-d64-pool1-w2", "update-d64-pool20-w2"]
+
+
+# ---- dynamic tables ------------------------------------------------------------------------------
+
+
+def _case(name: str, load: float, pooling: int = 1,
+          kind: type[DynamicCase] = DynamicCase) -> DynamicCase:
+    work = Workload(num_rows=(3000, 3000), dim=16, batch_size=64, pooling=pooling)
+    return kind(name, work, num_batches=4, num_stats_batches=4, rounds=2, per_round=2,
+                load=load)
+
+
+def test_cases_are_measured_and_verified() -> None:
+    half, full = measured([_case("pool3", 0.5, 3), _case("full", 10.0)])
+    for entry in (half, full):
+        assert entry["verified"] is True, entry["verification"]
+        assert set(entry["verification"]["max_relative_diff"]) == {"pooled", "rows", "tables"}
+        assert entry["ratio_static"] == pytest.approx(
+            entry["dynamic_step_ms"] / entry["static_step_ms"], rel=1e-2)
+        assert entry["ratio_planned"] == pytest.approx(
+            entry["dynamic_step_ms"] / entry["planned_step_ms"], rel=1e-2)
+        assert entry["timings"]["mch"]["n"] == 4 and entry["ratio_mch"] > 0
+        assert 17 <= entry["bytes_per_slot"] < 24
+    assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0
+    assert full["occupied"] == 600 and full["missed"] > 0 and full["evicted_per_step"] > 0
+    text = report([half, full], train.FIGURES)
+    assert "pool3" in text and " NO\n" not in text
+
+
+def test_other_rows_are_found() -> None:
+    (entry,) = measured([_case("spoiled", 10.0, kind=BrokenDynamicCase)])
+    assert entry["verified"] is False
+    assert "spoiled is NOT verified; verification: " in report([entry], train.FIGURES)
+
+
+def test_the_cases() -> None:
+    names = [c.name for c in train.cases(False, tables="dynamic")]
+    assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(dynamic.LOADS)
+    assert [c.num_slots for c in dynamic.cases(True)] == [100_000, 100_000, 52_632, 45_455]
+
+
+def test_quality_on_a_log_that_drifts() -> None:
+    """Contenders have equal bytes, the first day does not count, and repetition scores equally."""
+    (case,) = train.cases(True, tables="drift")
+    (entry,) = measured([replace(case, num_rows=1500, num_seeds=2, dim=4)])
+    assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
+    dynamic = entry["bytes"]["lru"]
+    assert dynamic == entry["bytes"]["lfu"] and 0.98 < entry["bytes"]["hashed"] / dynamic <= 1
+    assert entry["bytes"]["first day"] < dynamic
+    assert all(0.3 < x["low"] <= x["mean"] <= x["high"] < 1 for x in entry["auc"].values())
+    for name in drift.RULES:
+        over = entry["auc_over"][name]["hashed"]["mean"]
+        assert over == pytest.approx(entry["auc"][name]["mean"] - entry["auc"]["hashed"]["mean"],
+                                     abs=2e-6)
+        assert all(0 < x < 1 for x in entry["default_share"][name])
+    assert "auc over lfu hashed" in " ".join(report([entry], train.FIGURES).split())
+
+
+@pytest.mark.parametrize("rule", drift.RULES)
+def test_a_directory_costs_what_it_takes(rule: str) -> None:
+    """`directory_bytes` equals the memory of a table's directory."""
+    bag = oper.shard(torch.nn.EmbeddingBag(1001, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
+                     dynamic=drift.RULES[rule])
+    of = drift._num_bytes(drift.DriftCase("synthetic", dim=4), rule)
+    plain = drift._num_bytes(drift.DriftCase("synthetic", dim=4), drift.HASHED)
+    assert of(1001) - plain(1001) == bag.tables.keys.num_bytes > 1000 * 17 - 1
+
+
+def test_the_first_day_alone_is_known() -> None:
+    known = drift._hottest(np.array([5, -3, 5, 9]), 2)
+    assert known.tolist() == [-3, 5]
+    assert drift._number(known, np.array([5, 9, -3, -4])).tolist() == [2, 0, 1, 0]
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+UNEVEN = replace(TINY, lengths=(1, 3))
+CROSS = Dense(DLRMConfig(dense_layers=(16,), over_layers=(16,), cross_layers=2, cross_rank=4))
+KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
+        "gather_ceiling_gbps", "forward_fraction_of_ceiling", "verified", "bytes_moved",
+        "page_kind", "plans"}
+
+
+def _train_case(name: str, dense: Dense | None = None, work: Workload = TINY,
+                kind: type[TrainCase] = TrainCase) -> TrainCase:
+    return kind(name, work, dense=dense, num_batches=4, num_stats_batches=4, rounds=2,
+                per_round=2)
+
+
+def test_ranks_that_share_no_memory() -> None:
+    case = replace(_train_case("ebc", work=UNEVEN), exchange="collective")
+    (entry,) = measured([case])
+    assert entry["verified"] is True, entry["plans"]
+    assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
+    sent = sum(entry["oper_sent_bytes_per_step"].values())
+    # TCP's headers come on top; nothing else uses the interface as much.
+    assert 0 < sent <= entry["loopback_bytes_per_step"]["oper"]
+    assert entry["simulated_equals_sent"] is True
+    assert abs(entry["simulated_bytes_per_step"] - sent) <= len(entry["oper_sent_bytes_per_step"])
+    assert "collective" in report([entry], train.FIGURES)
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    """Several cases, one of them with a wrong weight; processes take long to start."""
+    cases = [_train_case("ebc"), _train_case("dlrm", Dense()),
+             _train_case("broken", kind=BrokenTrainCase), _train_case("dcn", CROSS, UNEVEN),
+             _train_case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN)]
+    return list(measured(cases))
+
+
+def test_two_processes_measure_and_verify(trained: list[dict[str, Any]]) -> None:
+    trained = trained[:2]
+    assert [e["name"] for e in trained] == ["ebc", "dlrm"]
+    for entry in trained:
+        assert set(entry) >= KEYS
+        assert entry["verified"] is True, entry["plans"]
+        shipped = {train.SHIPPED} if entry["name"] == "dlrm" else set()
+        assert set(entry["plans"]) == {"oper", "table_wise", "mixed", "ceiling"} | shipped
+        assert ("ratio_shipped" in entry) == bool(shipped)
+        best = entry["plans"][entry["torchrec_best"]]
+        assert best["step"]["median_ms"] == entry["torchrec_step_ms"]
+        assert best["step"]["median_ms"] == min(
+            entry["plans"][k]["step"]["median_ms"] for k in ("table_wise", "mixed"))
+        assert entry["ratio_step"] == pytest.approx(
+            entry["torchrec_step_ms"] / entry["oper_step_ms"], rel=1e-2)
+        assert entry["plans"]["oper"]["step"]["n"] == 4
+        assert len(entry["oper_phases_ms"]) == 6
+        # 64 bags of 3 rows and one output, 2 tables, 64 bytes each.
+        assert entry["bytes_moved"]["forward"] == 64 * 2 * (3 + 1) * 64
+        assert "data_parallel" in entry["plans"]["mixed"]["plan"]["tables"]["t0"]
+        assert "table_wise" in entry["plans"]["mixed"]["plan"]["tables"]["t1"]
+    compared = trained[1]["plans"]["oper"]["verification"]["max_relative_diff"]
+    assert set(compared) == {"pooled", "logits", "rows", "dense", "tables"}
+    assert "NOT verified" not in report(trained, train.FIGURES)
+
+
+def test_a_wrong_weight_is_found(trained: list[dict[str, Any]]) -> None:
+    entry = trained[2]
+    assert entry["verified"] is False
+    assert not entry["plans"]["oper"]["verification"]["passed"]
+    assert entry["plans"]["table_wise"]["verification"]["passed"]
+    text = report([entry], train.FIGURES)
+    assert " NO\n" in text and "broken is NOT verified; plans.oper.verification: " in text
+    assert "table_wise.verification" not in text
+
+
+def test_cross_networks_in_both_precisions(trained: list[dict[str, Any]]) -> None:
+    for entry, dtype, kinds in zip(trained[3:], ("float32", "bfloat16"), (
+            {"logits", "dense"}, {"logits of bfloat16", "dense of bfloat16"}), strict=True):
+        assert entry["verified"] is True, entry["plans"]
+        assert entry["dense"]["dtype"] == dtype and entry["dense"]["cross_layers"] == 2
+        for name in ("oper", "table_wise", "mixed"):
+            checked = entry["plans"][name]["verification"]["max_relative_diff"]
+            assert kinds < set(checked)
+        # 64 bags of one row and 64 of three, each with an output, 64 bytes each.
+        assert entry["bytes_moved"]["forward"] == 64 * (4 + 2) * 64
+        assert entry["samples_per_core_s"]["oper"] == pytest.approx(
+            64 / 2 / (entry["oper_step_ms"] / 1e3), rel=1e-2)
+    rounded, exact = (max(e["plans"]["table_wise"]["verification"]["max_relative_diff"].values())
+                      for e in (trained[4], measured[3]))
+    assert rounded != exact
+    text = report(trained[3:], train.FIGURES)
+    assert "bfloat16" in text and "samples" in text
+
+
+@pytest.mark.parametrize("flags", [
+    {"exchange": "collective", "tables": "drift"}, {"exchange": "collective", "model": "hstu"},
+    {"device": "cuda", "model": "dlrm"}, {"model": "dlrm", "tables": "dynamic"}])
+def test_flags_that_choose_other_cases_are_not_combined(flags: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="cannot choose cases"):
+        train.cases(True, **flags)
+
+
+def test_mlperf_shapes() -> None:
+    assert {c.exchange for c in train.cases(True, model="dlrm", exchange="collective")} == {
+        "collective"}
+    (exact, rounded) = train.cases(False, model="dlrm-dcnv2")
+    assert (exact.dense.dtype, rounded.dense.dtype) == ("float32", "bfloat16")
+    assert sum(exact.work.bag_lengths) == 214 and max(exact.work.num_rows) == 400_000
+    assert exact.dense.over(exact.work).dim == 128 and exact.dense.layers.cross_layers == 3
+    assert not train.cases(True, model="dlrm")[0].dense.layers.cross_layers
+
+
+# ---- a case that fails on one rank ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FailingCase:
+    """A case in which rank 1 fails before rank 0 has its result, after that, or not at all."""
+
+    name: str
+    world_size: ClassVar[int] = 2
+    threads_per_rank: ClassVar[int] = 1
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        dist.barrier()
+        if dist.get_rank() == 1 and self.name != "neither":
+            time.sleep(1.0 if self.name == "after" else 0.0)
+            raise ValueError("as rank 1 knows")
+        if self.name != "after":
+            dist.barrier()
+        return {"verified": True}
+
+
+def test_a_case_that_fails_on_one_rank_is_the_one_reported() -> None:
+    """Also if rank 0 already has its figures; the remaining cases are still measured."""
+    before, after, neither = measured([FailingCase(n) for n in ("before", "after", "neither")])
+    for found in (before, after):
+        assert not found["verified"] and "as rank 1 knows" in found["failed"], found
+    assert neither == {"name": "neither", "verified": True}

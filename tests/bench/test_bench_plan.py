@@ -1,7 +1,5 @@
 """The planning benchmark: its record, its table, and TorchRec's planner in a child process."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """`oper bench recommenders` on a small log in MovieTweetings' format."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The serving benchmark: its rate search, its client, and shortened cases."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import mmap

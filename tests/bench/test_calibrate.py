@@ -1,7 +1,5 @@
 """Calibration: the fit recovers known costs, real processes are measured, files are read back."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields, replace

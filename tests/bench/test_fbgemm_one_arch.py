@@ -1,7 +1,5 @@
 """Packing keeps one architecture of fat binaries, and libraries without device code unchanged."""
 
-from __future__ import annotations
-
 import struct
 import sys
 import zipfile

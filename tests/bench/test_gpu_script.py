@@ -1,7 +1,5 @@
 """benchmarks/gpu.py: failed or hanging parts do not stop a run, and a later call resumes it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

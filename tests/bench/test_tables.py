@@ -1,7 +1,5 @@
 """The generated tables of the pages equal the records."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Compiled forms of csrc/device for the tests, kept in ``build/`` between runs."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Fixtures of the device back end's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

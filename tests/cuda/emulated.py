@@ -1,7 +1,5 @@
 """The device back end of these tests: a GPU, or csrc/device compiled against emulation.h."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Properties of the kernels that the CUDA compiler generates; needs nvcc, but no GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Device tables of processes that act as separate hosts are bitwise equal to those of one host."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -11,66 +9,55 @@ from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD
-from tests import runtime_support
+from tests import runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Result,
-    assert_bitwise,
-    make_steps,
-    merge_ranks,
-    plans_for,
-    rich_plan,
-    train_rank,
-    train_virtual,
-)
 from tests.world_support import run_world
 
 
-def _train(rank: int, world_size: int, plan: Plan) -> tuple[Result, dict[str, list[int]]]:
+def _train(rank: int, world_size: int, plan: Plan) -> tuple[rs.Result, dict[str, list[int]]]:
     os.environ["OPER_DOMAIN"] = str(rank)
-    runtime: Any = runtime_support
+    runtime: Any = rs
     runtime.ShardedTables = emulated.device_tables  # this process is only for this
     emulated.replace_library()
     case = small_case("rowwise_adagrad")
-    steps = make_steps(case, world_size, 2)
+    steps = rs.make_steps(case, world_size, 2)
     sent: dict[str, list[int]] = {}
 
     def between(tables: Any, step: int) -> None:
         sent.update(tables.sent_bytes())
 
-    return train_rank(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], ProcessGroup(),
-                      between), sent
+    return rs.train_rank(case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], ProcessGroup(),
+                         between), sent
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) -> None:
     emulated.load()  # built once, not by every rank
     case = small_case("rowwise_adagrad")
-    plan = (rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
-            else plans_for(case.tables, 4)["mixed1"])
+    plan = (rs.rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
+            else rs.plans_for(case.tables, 4)["mixed1"])
     found = run_world(world_size, _train, plan, env={"OPER_OUTBOX_BYTES": str(4 << 20)})
-    host = train_virtual(case, plan, make_steps(case, world_size, 2),
-                         OPTIMIZERS["rowwise_adagrad"])
-    assert_bitwise(vars(host), vars(merge_ranks([result for result, _ in found])), "result")
+    host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 2),
+                            rs.OPTIMIZERS["rowwise_adagrad"])
+    rs.assert_bitwise(vars(host), vars(rs.merge_ranks([result for result, _ in found])), "result")
     for rank, (_, sent) in enumerate(found):
         assert sum(sent["rows"]) > 0 and sum(sent["gradient_rows"]) > 0 and not sent["rows"][rank]
 
 
 def _train_at_another_rate(rank: int, world_size: int, plan: Plan) -> str:
     os.environ["OPER_DOMAIN"] = str(rank)
-    runtime: Any = runtime_support
+    runtime: Any = rs
     runtime.ShardedTables = emulated.device_tables
     emulated.replace_library()
     case = small_case("sgd")
-    steps = make_steps(case, world_size, 2)
+    steps = rs.make_steps(case, world_size, 2)
 
     def between(tables: Any, step: int) -> None:
         tables.param_groups[0]["lr"] = 1.0 + step * rank
 
     try:
-        train_rank(case, plan, steps, SGD(lr=1.0), ProcessGroup(), between)
+        rs.train_rank(case, plan, steps, SGD(lr=1.0), ProcessGroup(), between)
     except InvalidInputError as error:
         return str(error)
     return ""

@@ -1,27 +1,23 @@
-"""Messages of device tables between memory domains; shmem/test_exchange.py has their results."""
-
-from __future__ import annotations
+"""Device tables between memory domains, in moves to other plans, and their counters."""
 
 import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from oper.errors import InvalidInputError, OperError
 from oper.plan import Plan
+from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.group.groups import ThreadGroup
-from oper.shmem.optim.optimizers import SGD
-from tests import runtime_support
+from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
+from tests import runtime_support as rs
 from tests.cuda.emulated import device_tables, on_devices, small_case
-from tests.runtime_support import (
-    make_steps,
-    mixed_plan,
-    plans_for,
-    rich_plan,
-    run_ranks,
-)
+from tests.shmem.test_traffic import assert_equal, executed
+from tests.support import pulled
 
 HEADER_BYTES = 1024  # of a phase of few tables
 
@@ -30,24 +26,24 @@ HEADER_BYTES = 1024  # of a phase of few tables
 def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any) -> None:
     """Compares all bytes of pulled tiers, and those of the forward pass of pushed ones."""
     case = small_case("sgd")
-    steps = make_steps(case, 4, 2)
+    steps = rs.make_steps(case, 4, 2)
     domains = (0, 1, 0, 1)
-    for plan, kinds in ((mixed_plan(case.tables, 4, 1), None),
-                        (rich_plan(case.tables, 4, 1, columns=False),
+    for plan, kinds in ((rs.mixed_plan(case.tables, 4, 1), None),
+                        (rs.rich_plan(case.tables, 4, 1, columns=False),
                          ("row_ids", "rows", "ids", "partial_sums", "refreshed_rows"))):
         plan = replace(plan, message_bits=bits)
 
         def body(group: ThreadGroup, plan: Plan = plan) -> dict[str, list[int]]:
-            tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
+            tables = rs.open_tables(case, plan, group, SGD(lr=0.1))
             tables.sent_bytes(reset=True)
             for batches in steps:
                 out = tables.lookup(batches[group.rank].lookup(case))
-                runtime_support.rank_loss(out, batches[group.rank].target).backward()
+                rs.rank_loss(out, batches[group.rank].target).backward()
             return tables.sent_bytes()
 
-        host = run_ranks(4, body, domains=domains)
+        host = rs.run_ranks(4, body, domains=domains)
         with on_devices(emulation):
-            device = run_ranks(4, body, domains=domains)
+            device = rs.run_ranks(4, body, domains=domains)
         for a, b in zip(host, device, strict=True):
             for kind in kinds or a:
                 assert a[kind] == b[kind], kind
@@ -82,11 +78,11 @@ def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_devi
                                           wrong: int, problem: str) -> None:
     """Invalid counts are refused before memory is allocated, slots before rows are read."""
     case = small_case("sgd")
-    plan = plans_for(case.tables, 2)["striped"]
-    (batches,) = make_steps(case, 2, 1)
+    plan = rs.plans_for(case.tables, 2)["striped"]
+    (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: ThreadGroup) -> str:
-        tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.1))
         if group.rank == 1:
             tables._exchange._transport = _Liar(tables._exchange._transport, wrong)
         try:
@@ -96,14 +92,160 @@ def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_devi
             return str(error)
         return "nothing"
 
-    victim, _ = run_ranks(2, body, domains=(0, 1))
+    victim, _ = rs.run_ranks(2, body, domains=(0, 1))
     assert problem in victim
 
 
 def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:
     case = small_case("sgd")
-    plan = replace(mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
+    emulation.setattr(rs, "ShardedTables", device_tables)
     with pytest.raises(InvalidInputError, match=r"message_bits=\[32, 8\], expected 32 or 16"):
-        run_ranks(2, lambda g: runtime_support.open_tables(case, plan, g, SGD(lr=0.1)),
-                  domains=(0, 1))
+        rs.run_ranks(2, lambda g: rs.open_tables(case, plan, g, SGD(lr=0.1)),
+                     domains=(0, 1))
+
+
+# ---- moves to another plan -----------------------------------------------------------------------
+
+STEPS, START = 7, 1
+
+
+# Bytes per step; a rank is to hold two to four times as much.
+@pytest.mark.parametrize("optimizer, first, other, budget", [
+    ("rowwise_adagrad", "striped", "mixed1", 60_000),
+    ("partial_rowwise_adam", "mixed0", "replicated", 150_000)])
+def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer: str, first: str,
+                                        other: str, budget: int) -> None:
+    """Compared with the host back end without a move; all ranks switch after the same step."""
+    case = small_case(optimizer)
+    chosen = rs.ALL_OPTIMIZERS[optimizer]
+    steps = rs.make_steps(case, 2, STEPS)
+    plans = rs.plans_for(case.tables, 2)
+    switched: dict[int, int] = {}
+    copied: list[int] = []
+
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == START:
+            tables.start_migration(plans[other], budget)
+        move = tables.migration
+        if step > START and move is None:
+            switched.setdefault(tables.group.rank, step)
+        elif move is not None and tables.group.rank == 0:
+            copied.append(move.num_copied_bytes)
+
+    stayed = rs.train_virtual(case, plans[first], steps, chosen)
+    with on_devices(emulation):
+        moved = rs.train_virtual(case, plans[first], steps, chosen, between=between)
+        there = rs.train_virtual(case, plans[other], steps, chosen)
+    assert len(set(switched.values())) == 1 and START + 1 < switched[0] <= STEPS, switched
+    touched = 40_000  # rows of a step that are copied again
+    assert all(b - a <= budget + touched for a, b in itertools.pairwise(copied)), copied
+    rs.same_bits(moved, stayed)
+    rs.assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
+
+
+def test_at_once_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch) -> None:
+    case = small_case("rowwise_adagrad")
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    steps = rs.make_steps(case, 2, 4)
+    plain = rs.plans_for(case.tables, 2)["mixed2"]
+    rich = rs.rich_plan(case.tables, 2, 1, columns=True)
+
+    def between(tables: ShardedTables, step: int) -> None:
+        if step in (1, 3):
+            tables.migrate(rich if step == 1 else plain)
+            assert tables.migration is None
+
+    host = rs.train_virtual(case, plain, steps, chosen, between=between)
+    with on_devices(emulation):
+        device = rs.train_virtual(case, plain, steps, chosen, between=between)
+    rs.assert_bitwise(vars(host), vars(device), "result")
+
+
+def test_a_move_is_given_up(emulation: pytest.MonkeyPatch, on_device: None) -> None:
+    case = small_case("sgd")
+    plans = rs.plans_for(case.tables, 2)
+    steps = rs.make_steps(case, 2, 2)
+
+    def body(group: Any) -> None:
+        tables = rs.open_tables(case, plans["striped"], group, rs.OPTIMIZERS["sgd"])
+        tables.start_migration(plans["owned"], 1000)
+        with pytest.raises(InvalidInputError, match="a move is under way"):
+            tables.start_migration(plans["owned"], 1000)
+        tables.stop_migration()
+        assert tables.migration is None
+        batch = steps[1][group.rank]
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        assert tables.plan.table("two").pieces[0].tiers[0].placement == "striped"
+        tables.barrier()
+        tables.close()
+
+    rs.run_ranks(2, body)
+
+
+# ---- counters ------------------------------------------------------------------------------------
+
+
+def counted(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: Optimizer,
+            group: Any, trains_weights: bool = False) -> Traffic:
+    """As `executed`, on the device."""
+    tables: Any = rs.open_tables(case, plan, group, optimizer)
+    with pytest.raises(OperError, match="start_counting"):
+        tables.traffic()
+    tables.start_counting()
+    for batches in steps:
+        batch = batches[group.rank]
+        if trains_weights:
+            batch.weights = batch.weights.detach().requires_grad_()
+        out = tables.lookup(batch.lookup(case))
+        rs.rank_loss(out, batch.target).backward()
+    found: Traffic = tables.traffic(reset=True)
+    assert not tables.traffic().counts.any()
+    tables.barrier()
+    tables.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pulled_and_replicated_rows_and_column_pieces(
+        emulation: pytest.MonkeyPatch, on_device: None, size: int) -> None:
+    """All counters equal the replay's."""
+    case = small_case("rowwise_adagrad", weighted=size == 2)
+    steps = rs.make_steps(case, size, 2)
+    for plan in (rs.plans_for(case.tables, size)["mixed1"],
+                 pulled(rs.rich_plan(case.tables, size, 1, columns=True))):
+        found = rs.run_ranks(size, lambda g, plan=plan: counted(
+            case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], g, size == 2))
+        assert_equal(case, plan, steps, found, size == 2)
+
+
+def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.MonkeyPatch) -> None:
+    """Counters equal the host back end's, which also reads rows of other domains from messages."""
+    case = small_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 4, 2)
+    plan = pulled(rs.rich_plan(case.tables, 4, 1, columns=True))
+    chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
+    domains = (0, 1, 0, 1)
+    host = rs.run_ranks(4, lambda g: executed(case, plan, steps, chosen, g), domains=domains)
+    with on_devices(emulation):
+        device = rs.run_ranks(4, lambda g: counted(case, plan, steps, chosen, g), domains=domains)
+    for a, b in zip(host, device, strict=True):
+        for kind, k in KIND.items():
+            assert np.array_equal(a.counts[k], b.counts[k]), kind
+
+
+def test_pushed_rows(emulation: pytest.MonkeyPatch) -> None:
+    """The forward pass counts as on the host; gradients are counted after reduction by row."""
+    case = small_case("sgd", weighted=True)
+    steps = rs.make_steps(case, 2, 2)
+    plan = rs.rich_plan(case.tables, 2, 2, columns=False)
+    host = rs.run_ranks(2, lambda g: executed(case, plan, steps, rs.OPTIMIZERS["sgd"], g))
+    with on_devices(emulation):
+        device = rs.run_ranks(2, lambda g: counted(case, plan, steps, rs.OPTIMIZERS["sgd"], g))
+    for a, b in zip(host, device, strict=True):
+        for kind, phase in KINDS.items():
+            if phase == "forward" or kind in ("updated_rows", "refreshed_rows"):
+                assert np.array_equal(a.counts[KIND[kind]], b.counts[KIND[kind]]), kind
+        assert a.counts[KIND["ids"]].any() and a.counts[KIND["partial_sums"]].any()
+        assert not b.counts[KIND["bag_gradients"]].any()
+        assert b.counts[KIND["gradient_rows"]].sum() > a.counts[KIND["gradient_rows"]].sum()

@@ -1,7 +1,5 @@
 """The device back end's kernels, on a GPU or emulated, are bitwise equal to the host back end."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
@@ -18,32 +16,16 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import runtime_support
+from tests import runtime_support as rs
 from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
-from tests.runtime_support import (
-    ALL_OPTIMIZERS,
-    OPTIMIZERS,
-    OTHER_OPTIMIZERS,
-    Batch,
-    Case,
-    Result,
-    assert_bitwise,
-    bags_of_one,
-    dlrm_case,
-    make_steps,
-    open_tables,
-    plans_for,
-    rich_plan,
-    train_virtual,
-)
 
 without_gpu = pytest.mark.skipif(has_gpu(), reason=(
     "kernels of one process that wait for each other could block each other on a GPU; "
     "test_on_gpu.py has processes"))
 
 
-def assert_same(host: Result, device: Result) -> None:
-    assert_bitwise(vars(host), vars(device), "result")
+def assert_same(host: rs.Result, device: rs.Result) -> None:
+    rs.assert_bitwise(vars(host), vars(device), "result")
 
 
 # Of eight ranks: rows that several ranks have gradients of are summed in the order of ranks.
@@ -51,9 +33,9 @@ def assert_same(host: Result, device: Result) -> None:
     "striped", "replicated", "owned", "mixed0", "mixed1", "mixed2")), (8, "mixed1")])
 def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size: int, plan: str
                                        ) -> None:
-    case = dlrm_case("rowwise_adagrad")
-    assert_same(*both(emulation, case, plans_for(case.tables, world_size)[plan],
-                      OPTIMIZERS["rowwise_adagrad"]))
+    case = rs.dlrm_case("rowwise_adagrad")
+    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)[plan],
+                      rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -62,50 +44,51 @@ def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size
                                        "partial_rowwise_lamb"])
 def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, columns: bool,
                                 seed: int) -> None:
-    case = dlrm_case(optimizer, weighted=seed == 1)
+    case = rs.dlrm_case(optimizer, weighted=seed == 1)
     world_size = (2, 3, 1)[seed]
-    assert_same(*both(emulation, case, rich_plan(case.tables, world_size, seed, columns),
-                      ALL_OPTIMIZERS[optimizer], 2))
+    assert_same(*both(emulation, case, rs.rich_plan(case.tables, world_size, seed, columns),
+                      rs.ALL_OPTIMIZERS[optimizer], 2))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", *OTHER_OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", ["sgd", *rs.OTHER_OPTIMIZERS])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: str) -> None:
-    case = dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)
-    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
-                      ALL_OPTIMIZERS[optimizer]))
+    case = rs.dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)
+    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed1"],
+                      rs.ALL_OPTIMIZERS[optimizer]))
 
 
 def test_scaled_gradients(emulation: pytest.MonkeyPatch) -> None:
     """On one rank, a row's sum is scaled when it is complete, while sums of other rows continue."""
-    emulation.setattr(runtime_support, "open_tables",
-                      functools.partial(open_tables, gradient_scale=0.5))
-    case = dlrm_case("rowwise_adagrad")
-    assert_same(*both(emulation, case, uniform_plan(case.tables, 1), OPTIMIZERS["rowwise_adagrad"]))
+    emulation.setattr(rs, "open_tables",
+                      functools.partial(rs.open_tables, gradient_scale=0.5))
+    case = rs.dlrm_case("rowwise_adagrad")
+    assert_same(*both(emulation, case, uniform_plan(case.tables, 1),
+                      rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
 def test_shapes_of_several_widths(emulation: pytest.MonkeyPatch) -> None:
     """Narrow rows whose kernel also sees the widths of other tables."""
     tables = tuple(TableSpec(f"t{d}", 40, d, (f"f{d}",), "sum", "float32", "rowwise_adagrad")
                    for d in (501, 20, 32))
-    case = Case(tables, tuple(t.features[0] for t in tables))
-    assert_same(*both(emulation, case, uniform_plan(tables, 1), OPTIMIZERS["rowwise_adagrad"]))
+    case = rs.Case(tables, tuple(t.features[0] for t in tables))
+    assert_same(*both(emulation, case, uniform_plan(tables, 1), rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_weight_decay(emulation: pytest.MonkeyPatch, decoupled: bool) -> None:
-    case = dlrm_case("rowwise_adagrad")
+    case = rs.dlrm_case("rowwise_adagrad")
     optimizer = RowWiseAdagrad(lr=0.05, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-    assert_same(*both(emulation, case, plans_for(case.tables, 2)["striped"], optimizer))
+    assert_same(*both(emulation, case, rs.plans_for(case.tables, 2)["striped"], optimizer))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: str) -> None:
-    plain = dlrm_case("rowwise_adagrad")
+    plain = rs.dlrm_case("rowwise_adagrad")
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
-    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed0"],
-                      OPTIMIZERS["rowwise_adagrad"]))
+    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed0"],
+                      rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
 class _Staging:
@@ -138,10 +121,10 @@ class _Staging:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rows_fetched_once_give_the_hosts_bits(
         emulation: pytest.MonkeyPatch, world_size: int, weighted: bool, room: int | None) -> None:
-    case = dlrm_case("rowwise_adagrad", weighted=weighted)
+    case = rs.dlrm_case("rowwise_adagrad", weighted=weighted)
     staging = _Staging(emulation, room=room)
-    assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
-                      OPTIMIZERS["rowwise_adagrad"]))
+    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed1"],
+                      rs.OPTIMIZERS["rowwise_adagrad"]))
     assert staging.used
 
 
@@ -149,17 +132,17 @@ def test_rows_fetched_once_give_the_hosts_bits(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_fetched_once_beside_push_and_columns(
         emulation: pytest.MonkeyPatch, dtype: str, seed: int) -> None:
-    plain = dlrm_case("rowwise_adagrad")
+    plain = rs.dlrm_case("rowwise_adagrad")
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
     staging = _Staging(emulation)
-    assert_same(*both(emulation, case, rich_plan(case.tables, 2, seed, True),
-                      OPTIMIZERS["rowwise_adagrad"], 2))
+    assert_same(*both(emulation, case, rs.rich_plan(case.tables, 2, seed, True),
+                      rs.OPTIMIZERS["rowwise_adagrad"], 2))
     assert staging.used
 
 
 def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch) -> None:
     staging = _Staging(emulation, None)
-    case = Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
+    case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
     for num_distinct, expected in [(400, 0), (40, 2 * 3)]:
         staging.found.clear()
         steps = []
@@ -168,12 +151,12 @@ def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch)
             for rank in range(2):
                 g = torch.Generator().manual_seed(10 * k + rank)
                 ids = torch.randperm(400, generator=g)[:160] % num_distinct
-                batches.append(Batch(torch.full((40,), 4), ids, None, torch.zeros(40, 8)))
+                batches.append(rs.Batch(torch.full((40,), 4), ids, None, torch.zeros(40, 8)))
             steps.append(batches)
         plan = uniform_plan(case.tables, 2, "striped")
-        host = train_virtual(case, plan, steps, SGD(lr=0.1))
+        host = rs.train_virtual(case, plan, steps, SGD(lr=0.1))
         with on_devices(emulation):
-            assert_same(host, train_virtual(case, plan, steps, SGD(lr=0.1)))
+            assert_same(host, rs.train_virtual(case, plan, steps, SGD(lr=0.1)))
         assert staging.used == expected  # the first step measures
 
 
@@ -182,9 +165,9 @@ def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch)
 def test_dims(emulation: pytest.MonkeyPatch, dim: int) -> None:
     tables = (TableSpec("t", 50, dim, ("a",), "sum", "float32", "rowwise_adagrad"),
               TableSpec("u", 9, 8, ("b",), "mean", "float32", "rowwise_adagrad"))
-    case = Case(tables, ("a", "b"), base_batch=9)
-    assert_same(*both(emulation, case, plans_for(tables, 2)["striped"],
-                      OPTIMIZERS["rowwise_adagrad"], 2))
+    case = rs.Case(tables, ("a", "b"), base_batch=9)
+    assert_same(*both(emulation, case, rs.plans_for(tables, 2)["striped"],
+                      rs.OPTIMIZERS["rowwise_adagrad"], 2))
 
 
 def _run_of(tables: ShardedTables, batch: Lookup, seed: int = 0) -> list[torch.Tensor]:
@@ -201,9 +184,9 @@ def _run_of(tables: ShardedTables, batch: Lookup, seed: int = 0) -> list[torch.T
     return outputs + rows
 
 
-def _long_runs(rows: int = 3) -> tuple[Case, Plan, Lookup]:
+def _long_runs(rows: int = 3) -> tuple[rs.Case, Plan, Lookup]:
     """Nearly all ids are one row, so that its run is cut into chunks."""
-    case = Case((TableSpec("t", rows, 20, ("a",), "sum", "float32", "sgd"),), ("a",))
+    case = rs.Case((TableSpec("t", rows, 20, ("a",), "sum", "float32", "sgd"),), ("a",))
     rng = np.random.default_rng(0)
     ids = (rng.random(3000) < 0.1).astype(np.int64) * rng.integers(0, rows, 3000)
     batch = Lookup(torch.from_numpy(ids), torch.full((500,), 6), case.key_of, 500)
@@ -212,19 +195,19 @@ def _long_runs(rows: int = 3) -> tuple[Case, Plan, Lookup]:
 
 def test_long_runs_are_summed_in_fixed_chunks(emulation: pytest.MonkeyPatch) -> None:
     case, plan, batch = _long_runs()
-    host = _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    host = _run_of(rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)
+    emulation.setattr(rs, "ShardedTables", device_tables)
     results = []
     for seed, threads in [(1, 256), (2, 1024), (3, 4096)]:
         emulation.setenv("OPER_EMULATION_SEED", str(seed))
         emulation.setenv("OPER_DEVICE_THREADS", str(threads))
         # A new thread has a new emulated device, which reads these.
         thread = threading.Thread(target=lambda: results.append(
-            _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)))
+            _run_of(rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)))
         thread.start()
         thread.join()
-    assert_bitwise(results[0], results[1], "other grid")
-    assert_bitwise(results[0], results[2], "other grid")
+    rs.assert_bitwise(results[0], results[1], "other grid")
+    rs.assert_bitwise(results[0], results[2], "other grid")
     for a, b in zip(host, results[0], strict=True):
         # Sums of 2,700 gradients of size one, associated in another way.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
@@ -236,50 +219,50 @@ def test_long_runs_of_one_chunk_give_the_hosts_bits(
     """25 runs of 120 gradients in each of two classes of rows."""
     tables = tuple(TableSpec(n, 30, dim, (n,), "mean", "float32", optimizer)
                    for n, dim in (("a", 20), ("b", 9)))
-    case = Case(tables, ("a", "b"))
+    case = rs.Case(tables, ("a", "b"))
     ids = torch.arange(2 * 3000) * 7 % 25
     lengths = torch.tensor([6, 0, 12, 2] * 300)
     batch = Lookup(ids, lengths, case.key_of, 600)
     plan = uniform_plan(tables, 1, "striped")
-    host = _run_of(open_tables(case, plan, SingleGroup(), OPTIMIZERS[optimizer]), batch)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    device = _run_of(open_tables(case, plan, SingleGroup(), OPTIMIZERS[optimizer]), batch)
-    assert_bitwise(host, device, optimizer)
+    host = _run_of(rs.open_tables(case, plan, SingleGroup(), rs.OPTIMIZERS[optimizer]), batch)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    device = _run_of(rs.open_tables(case, plan, SingleGroup(), rs.OPTIMIZERS[optimizer]), batch)
+    rs.assert_bitwise(host, device, optimizer)
 
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_unpooled(emulation: pytest.MonkeyPatch, columns: bool) -> None:
     spec = TableSpec("t", 400, 24, ("a", "b"), "none", "float32", "rowwise_adagrad")
     other = TableSpec("u", 30, 24, ("c",), "none", "float32", "rowwise_adagrad")
-    case = Case((spec, other), ("b", "a", "c"))
-    plan = rich_plan(case.tables, 1, 5, columns)
+    case = rs.Case((spec, other), ("b", "a", "c"))
+    plan = rs.rich_plan(case.tables, 1, 5, columns)
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 4, (3 * 7,), generator=g)
     ids = torch.randint(0, 30, (int(lengths.sum()),), generator=g)
     batch = Lookup(ids, lengths, case.key_of, 7, None, False)
-    optimizer = OPTIMIZERS["rowwise_adagrad"]
-    host = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    device = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
-    assert_bitwise(host, device, "unpooled")
+    optimizer = rs.OPTIMIZERS["rowwise_adagrad"]
+    host = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    device = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
+    rs.assert_bitwise(host, device, "unpooled")
 
 
 def test_a_resolved_batch_gives_the_same_bits(on_device: None) -> None:
-    case = dlrm_case("rowwise_adagrad")
-    plan = plans_for(case.tables, 1)["mixed0"]
-    batch = make_steps(case, 1, 1)[0][0].lookup(case)
-    optimizer = OPTIMIZERS["rowwise_adagrad"]
-    plain = _run_of(open_tables(case, plan, SingleGroup(), optimizer), batch)
-    ahead = open_tables(case, plan, SingleGroup(), optimizer)
-    assert_bitwise(plain, _run_of(ahead, ahead.resolve(batch)), "resolved ahead")
+    case = rs.dlrm_case("rowwise_adagrad")
+    plan = rs.plans_for(case.tables, 1)["mixed0"]
+    batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
+    optimizer = rs.OPTIMIZERS["rowwise_adagrad"]
+    plain = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
+    ahead = rs.open_tables(case, plan, SingleGroup(), optimizer)
+    rs.assert_bitwise(plain, _run_of(ahead, ahead.resolve(batch)), "resolved ahead")
 
 
 def test_bad_ids_and_lengths_are_named(on_device: None) -> None:
-    case = Case((TableSpec("t", 5, 4, ("a",), "sum"),), ("a",))
+    case = rs.Case((TableSpec("t", 5, 4, ("a",), "sum"),), ("a",))
     plan = uniform_plan(case.tables, 1, "striped")
     for ids, lengths, said in [([0, 7], [1, 1], "id"), ([0, -1], [1, 1], "id"),
                                ([0, 1], [1, 3], "lengths"), ([0, 1], [3, -1], "lengths")]:
-        tables = open_tables(case, plan, SingleGroup(), None)
+        tables = rs.open_tables(case, plan, SingleGroup(), None)
         with torch.no_grad(), pytest.raises(InvalidInputError, match=said):
             tables.lookup(Lookup(torch.tensor(ids), torch.tensor(lengths), case.key_of, 2))
             tables.synchronize()  # type: ignore[attr-defined]
@@ -289,9 +272,9 @@ def test_bad_ids_and_lengths_are_named(on_device: None) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("batch_size", [0, 3])
 def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> None:
-    case = Case((TableSpec("t", 5, 4, ("a",), "sum" if pooled else "none"),), ("a",))
-    tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(),
-                         OPTIMIZERS["sgd"])
+    case = rs.Case((TableSpec("t", 5, 4, ("a",), "sum" if pooled else "none"),), ("a",))
+    tables = rs.open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(),
+                            rs.OPTIMIZERS["sgd"])
     none = torch.zeros(0, dtype=torch.int64)
     batch = Lookup(none, torch.zeros(batch_size, dtype=torch.int64), case.key_of, batch_size, None,
                    pooled)
@@ -308,30 +291,31 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
 
 def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
     """A batch that was resolved in advance is resolved again if its weights were replaced."""
-    case = dlrm_case("sgd", weighted=True)
-    plan = plans_for(case.tables, 1)["mixed0"]
-    batch = make_steps(case, 1, 1)[0][0].lookup(case)
+    case = rs.dlrm_case("sgd", weighted=True)
+    plan = rs.plans_for(case.tables, 1)["mixed0"]
+    batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
     assert batch.weights is not None
     other = replace(batch, weights=batch.weights * 2)
-    tables = open_tables(case, plan, SingleGroup(), SGD(lr=0.1))
+    tables = rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.1))
     ahead = tables.resolve(batch)
-    plain = _run_of(open_tables(case, plan, SingleGroup(), SGD(lr=0.1)), other)
-    assert_bitwise(plain, _run_of(tables, replace(other, resolved=ahead.resolved)), "weights")
+    plain = _run_of(rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.1)), other)
+    rs.assert_bitwise(plain, _run_of(tables, replace(other, resolved=ahead.resolved)), "weights")
 
 
 def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_OUTBOX_BYTES", "4096")
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    case = dlrm_case("sgd")
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    case = rs.dlrm_case("sgd")
     with pytest.raises(OperError, match="OPER_OUTBOX_BYTES"):
-        train_virtual(case, plans_for(case.tables, 2)["striped"], make_steps(case, 2, 2), SGD(lr=1))
+        rs.train_virtual(case, rs.plans_for(case.tables, 2)["striped"], rs.make_steps(case, 2, 2),
+                         SGD(lr=1))
 
 
 @without_gpu
 def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_DEADLINE_S", "1")
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    case = Case((TableSpec("t", 50, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    case = rs.Case((TableSpec("t", 50, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
     plan = uniform_plan(case.tables, 2, "striped")
     groups = ThreadGroup.create(2)
     tables: list[ShardedTables] = [None, None]  # type: ignore[list-item]
@@ -344,7 +328,7 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
             t.join()
 
     def open_one(rank: int) -> None:
-        tables[rank] = open_tables(case, plan, groups[rank], SGD(lr=1.0))
+        tables[rank] = rs.open_tables(case, plan, groups[rank], SGD(lr=1.0))
 
     def arrive(rank: int) -> None:
         for _ in range(50):
@@ -365,9 +349,9 @@ def test_weighted_stripes_and_heads_locate_every_row(on_device: None) -> None:
     head = np.random.default_rng(0).permutation(1003)[:117]
     tiers = (Tier(0, 40, "striped", (0,), (1,)), Tier(40, 1003, "owned", (0,)))
     plan = Plan(1, (TablePlan(spec, (Piece(0, 4, tiers),), head),))
-    case = Case((spec,), ("a",))
-    tables = open_tables(case, plan, SingleGroup(), None)
+    case = rs.Case((spec,), ("a",))
+    tables = rs.open_tables(case, plan, SingleGroup(), None)
     with torch.no_grad():
-        out = tables.lookup(bags_of_one(torch.arange(1003)))
+        out = tables.lookup(rs.bags_of_one(torch.arange(1003)))
     assert torch.equal(out, tables.read("t"))
     tables.close()

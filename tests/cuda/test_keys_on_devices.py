@@ -1,7 +1,5 @@
 """Dynamic tables of the device back end have the host's keys, counts, clocks and rows, bitwise."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

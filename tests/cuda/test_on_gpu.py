@@ -1,7 +1,5 @@
 """Tests that need a GPU: processes that share it, CUDA graphs, streams, rows in host memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -17,59 +15,47 @@ from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
-from tests import runtime_support
+from tests import runtime_support as rs
 from tests.cuda.emulated import device_tables, has_gpu, moved
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Case,
-    assert_bitwise,
-    bags_of_one,
-    dlrm_case,
-    make_steps,
-    merge_ranks,
-    mixed_plan,
-    open_tables,
-    rich_plan,
-    train_rank,
-    train_virtual,
-)
 from tests.support import map_tiers
 from tests.world_support import report, run_world, world
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a GPU")
 
-OPTIMIZER = OPTIMIZERS["rowwise_adagrad"]
+OPTIMIZER = rs.OPTIMIZERS["rowwise_adagrad"]
 # Several processes on one device; torch refuses it otherwise.
 SHARED_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
                  "OPER_OUTBOX_BYTES": str(4 << 20)}
 
 
-def _train(rank: int, world_size: int, case: Case, plan: Plan, steps: int) -> Any:
-    runtime_support.ShardedTables = device_tables  # type: ignore[misc]
-    return train_rank(case, plan, make_steps(case, world_size, steps), OPTIMIZER, ProcessGroup())
+def _train(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: int) -> Any:
+    rs.ShardedTables = device_tables  # type: ignore[misc]
+    return rs.train_rank(case, plan, rs.make_steps(case, world_size, steps), OPTIMIZER,
+                         ProcessGroup())
 
 
 @pytest.mark.parametrize("heap", ["symmetric", "virtual"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", ["mixed", "rich"])
 def test_processes_give_the_hosts_bits(kind: str, world_size: int, heap: str) -> None:
-    case = dlrm_case("rowwise_adagrad")
-    make = mixed_plan if kind == "mixed" else (lambda *a: _on_device_only(rich_plan(*a, True)))
+    case = rs.dlrm_case("rowwise_adagrad")
+    make = rs.mixed_plan if kind == "mixed" else (
+        lambda *a: _on_device_only(rs.rich_plan(*a, True)))
     plan = make(case.tables, world_size, 3)
-    host = train_virtual(case, plan, make_steps(case, world_size, 3), OPTIMIZER)
+    host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 3), OPTIMIZER)
     found = run_world(world_size, _train, case, plan, 3,
                       env=SHARED_DEVICE | {"OPER_DEVICE_HEAP": heap})
-    assert_bitwise(vars(host), vars(merge_ranks(found)), f"{kind}, {world_size} processes")
+    rs.assert_bitwise(vars(host), vars(rs.merge_ranks(found)), f"{kind}, {world_size} processes")
 
 
 def _on_device_only(plan: Plan) -> Plan:
     return map_tiers(plan, lambda x: replace(x, memory="device"))
 
 
-def _lookup_until_it_breaks(rank: int, world_size: int, case: Case, plan: Plan) -> float:
-    runtime_support.ShardedTables = device_tables  # type: ignore[misc]
-    tables = open_tables(case, plan, ProcessGroup(), SGD(lr=0.1))
-    (batches,) = make_steps(case, world_size, 1)
+def _lookup_until_it_breaks(rank: int, world_size: int, case: rs.Case, plan: Plan) -> float:
+    rs.ShardedTables = device_tables  # type: ignore[misc]
+    tables = rs.open_tables(case, plan, ProcessGroup(), SGD(lr=0.1))
+    (batches,) = rs.make_steps(case, world_size, 1)
     for step in range(10**6):
         out = tables.lookup(batches[rank].lookup(case))
         if step == 3:
@@ -87,7 +73,7 @@ def _lookup_until_it_breaks(rank: int, world_size: int, case: Case, plan: Plan) 
 
 @pytest.mark.parametrize("heap", ["symmetric", "virtual"])
 def test_a_killed_rank_is_an_error(heap: str) -> None:
-    case = dlrm_case("sgd")
+    case = rs.dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "striped")
     env = SHARED_DEVICE | {"OPER_DEVICE_HEAP": heap, "OPER_DEADLINE_S": "2"}
     with world(2, _lookup_until_it_breaks, case, plan, env=env) as running:
@@ -98,27 +84,28 @@ def test_a_killed_rank_is_an_error(heap: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_twenty_runs_have_the_same_bits(emulation: pytest.MonkeyPatch, world_size: int) -> None:
-    case = dlrm_case("rowwise_adagrad", base_batch=64)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    plan = mixed_plan(case.tables, world_size, 1)
-    steps = make_steps(case, world_size, 2)
-    first = vars(train_virtual(case, plan, steps, OPTIMIZER))
+    case = rs.dlrm_case("rowwise_adagrad", base_batch=64)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    plan = rs.mixed_plan(case.tables, world_size, 1)
+    steps = rs.make_steps(case, world_size, 2)
+    first = vars(rs.train_virtual(case, plan, steps, OPTIMIZER))
     for run in range(19):
         with emulation.context() as patch:
             if run % 3:
                 patch.setenv("OPER_DEVICE_THREADS", str(256 << run % 7))
-            assert_bitwise(first, vars(train_virtual(case, plan, steps, OPTIMIZER)), f"run {run}")
+            again = vars(rs.train_virtual(case, plan, steps, OPTIMIZER))
+            rs.assert_bitwise(first, again, f"run {run}")
 
 
 def test_rows_in_host_memory(emulation: pytest.MonkeyPatch) -> None:
-    case = dlrm_case("rowwise_adagrad")
+    case = rs.dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(
         replace(t, num_rows=t.num_rows * 40) if t.name == "large" else t for t in case.tables))
-    plan = rich_plan(case.tables, 2, 4, False)
-    steps = make_steps(case, 2, 2)
-    host = train_virtual(case, plan, steps, OPTIMIZER)
+    plan = rs.rich_plan(case.tables, 2, 4, False)
+    steps = rs.make_steps(case, 2, 2)
+    host = rs.train_virtual(case, plan, steps, OPTIMIZER)
     free = torch.cuda.mem_get_info()[0]
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    emulation.setattr(rs, "ShardedTables", device_tables)
     in_host = []
 
     def note(tables: Any, step: int) -> None:
@@ -126,17 +113,17 @@ def test_rows_in_host_memory(emulation: pytest.MonkeyPatch) -> None:
                        - sum(tables._heap._host_ranges[0][::2]))
         assert free - torch.cuda.mem_get_info()[0] >= 0
 
-    device = train_virtual(case, plan, steps, OPTIMIZER, between=note)
+    device = rs.train_virtual(case, plan, steps, OPTIMIZER, between=note)
     assert in_host[0] > 0, "no whole part of an arena is in host memory"
-    assert_bitwise(vars(host), vars(device), "host memory")
+    rs.assert_bitwise(vars(host), vars(device), "host memory")
 
 
 def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    case = Case((TableSpec("t", 40_000_000, 32, ("a",), "sum", "float32", "sgd"),), ("a",))
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    case = rs.Case((TableSpec("t", 40_000_000, 32, ("a",), "sum", "float32", "sgd"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0))
     ids = torch.tensor([0, 1, 33_554_431, 33_554_432, 39_999_999])
-    batch = bags_of_one(ids)
+    batch = rs.bags_of_one(ids)
     wanted = torch.arange(5 * 32, dtype=torch.float32).view(5, 32)
     tables.lookup(batch).backward(-wanted)
     with torch.no_grad():
@@ -145,12 +132,12 @@ def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
-    case = dlrm_case("rowwise_adagrad")
+    case = rs.dlrm_case("rowwise_adagrad")
     plan = uniform_plan(case.tables, 1)
-    (batch,), = make_steps(case, 1, 1)
-    host = open_tables(case, plan, SingleGroup(), OPTIMIZER)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    (batch,), = rs.make_steps(case, 1, 1)
+    host = rs.open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    tables: Any = rs.open_tables(case, plan, SingleGroup(), OPTIMIZER)
     on_device = moved(batch.lookup(case), tables.device)
     gradient = torch.ones(batch.size, case.columns, device="cuda")
     opened = tables._tables
@@ -183,12 +170,12 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> None:
-    case = dlrm_case("rowwise_adagrad", base_batch=500)
+    case = rs.dlrm_case("rowwise_adagrad", base_batch=500)
     plan = uniform_plan(case.tables, 1)
-    steps = make_steps(case, 1, 12)
-    host = train_virtual(case, plan, steps, OPTIMIZER)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    steps = rs.make_steps(case, 1, 12)
+    host = rs.train_virtual(case, plan, steps, OPTIMIZER)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    tables: Any = rs.open_tables(case, plan, SingleGroup(), OPTIMIZER)
     side = torch.cuda.Stream()
     outputs, ahead = [], None
     for k in range(len(steps)):
@@ -200,7 +187,7 @@ def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> No
             with torch.cuda.stream(side):
                 ahead = tables.resolve(steps[k + 1][0].lookup(case))
         out = tables._tables.lookup(now)
-        runtime_support.rank_loss(out, batch.target.cuda()).backward()
+        rs.rank_loss(out, batch.target.cuda()).backward()
         outputs.append(out.detach())
     tables.barrier()
     for k, out in enumerate(outputs):
@@ -211,7 +198,7 @@ def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> No
 
 
 def test_a_batch_in_host_memory_is_refused() -> None:
-    case = Case((TableSpec("t", 9, 4, ("a",), "sum"),), ("a",))
+    case = rs.Case((TableSpec("t", 9, 4, ("a",), "sum"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
     with pytest.raises(InvalidInputError, match="device of ids"):
         tables._tables.lookup(Lookup(torch.tensor([1]), torch.tensor([1]), case.key_of, 1))

@@ -1,7 +1,5 @@
 """A batch that one rank refuses updates no rank's rows; all ranks continue with the next one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,29 +16,19 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
-from tests import runtime_support
+from tests import runtime_support as rs
 from tests.cuda import streams
 from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.cuda.test_domains import small_case
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Batch,
-    assert_bitwise,
-    make_steps,
-    open_tables,
-    plans_for,
-    rich_plan,
-    run_ranks,
-)
 
-OPTIMIZER = OPTIMIZERS["rowwise_adagrad"]
+OPTIMIZER = rs.OPTIMIZERS["rowwise_adagrad"]
 CASE = small_case("rowwise_adagrad")
 
 
-def train(tables: Any, batch: Batch, spoil: Callable[[Lookup], Lookup] = replace,
+def train(tables: Any, batch: rs.Batch, spoil: Callable[[Lookup], Lookup] = replace,
           factor: float = 1.0) -> torch.Tensor:
     out = tables.lookup(spoil(batch.lookup(CASE)))
-    (factor * runtime_support.rank_loss(out, batch.target)).backward()
+    (factor * rs.rank_loss(out, batch.target)).backward()
     found: torch.Tensor = out.detach().cpu()
     return found
 
@@ -66,11 +54,11 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
     The last rank spoils its batch as `kind` says, or all ranks without training (`trains` False).
     `late`: the error is noticed when the later batches have been trained.
     """
-    steps = make_steps(CASE, size, 2, seed=1)
+    steps = rs.make_steps(CASE, size, 2, seed=1)
     words, spoil, factor = SPOILED[kind]
 
     def body(group: ThreadGroup, refuses: bool) -> tuple[list[torch.Tensor], list[str]]:
-        opened = open_tables(CASE, plan, group, OPTIMIZER)
+        opened = rs.open_tables(CASE, plan, group, OPTIMIZER)
         tables: Any = getattr(opened, "_tables", opened)
         tables.guard.choose("stop")
         errors: list[str] = []
@@ -104,10 +92,10 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
         tables.close()
         return outputs, errors
 
-    after, plain = (run_ranks(size, lambda group, refuses=refuses: body(group, refuses))
+    after, plain = (rs.run_ranks(size, lambda group, refuses=refuses: body(group, refuses))
                     for refuses in (True, False))
     for rank in range(size):
-        assert_bitwise(after[rank][0], plain[rank][0], "after an error")
+        rs.assert_bitwise(after[rank][0], plain[rank][0], "after an error")
         (told,) = after[rank][1]
         mine = rank == size - 1 or not trains
         assert re.search(words if mine else f"refused its batch.*rank={size - 1}", told), told
@@ -116,24 +104,24 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
 
 @pytest.fixture(autouse=True)
 def opens_on_device(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    emulation.setattr(rs, "ShardedTables", device_tables)
     emulation.setenv("OPER_DEVICE_THREADS", "32")  # one block per kernel, which is faster
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_tables_continue_after_a_refused_batch(size: int) -> None:
-    compare(size, plans_for(CASE.tables, size)["mixed1"], "id")
+    compare(size, rs.plans_for(CASE.tables, size)["mixed1"], "id")
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_lookups_without_gradients(size: int) -> None:
-    compare(size, plans_for(CASE.tables, size)["mixed1"], "id", trains=False)
+    compare(size, rs.plans_for(CASE.tables, size)["mixed1"], "id", trains=False)
 
 
 @pytest.mark.parametrize("kind", SPOILED)
 @pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
 def test_every_reason(kind: str, pushes: bool) -> None:
-    plan = (rich_plan(CASE.tables, 2, 1, columns=True) if pushes
+    plan = (rs.rich_plan(CASE.tables, 2, 1, columns=True) if pushes
             else uniform_plan(CASE.tables, 2, "striped"))
     compare(2, plan, kind, late=kind in ("id", "sum of lengths"))
 
@@ -147,18 +135,18 @@ def test_ranks_with_too_many_rows() -> None:
         with pytest.raises(PlanError, match=r"rows that a rank owns.*<= 4294967296"):
             device_tables(plan, features, group, OPTIMIZER)
 
-    run_ranks(2, body)
+    rs.run_ranks(2, body)
 
 
 def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
     """All ranks raise, and no row changes."""
     emulation.setenv("OPER_OUTBOX_BYTES", "4096")
     case = replace(CASE, base_batch=512)
-    for plan in (uniform_plan(case.tables, 2, "striped"), rich_plan(case.tables, 2, 1, False)):
-        ((batch, _),) = make_steps(case, 2, 1)
+    for plan in (uniform_plan(case.tables, 2, "striped"), rs.rich_plan(case.tables, 2, 1, False)):
+        ((batch, _),) = rs.make_steps(case, 2, 1)
 
-        def body(group: ThreadGroup, plan: Plan = plan, batch: Batch = batch) -> str:
-            tables = open_tables(case, plan, group, OPTIMIZER)
+        def body(group: ThreadGroup, plan: Plan = plan, batch: rs.Batch = batch) -> str:
+            tables = rs.open_tables(case, plan, group, OPTIMIZER)
             before = [tables.read(name) for name in tables.specs]
             told = ""
             try:
@@ -167,12 +155,12 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
             except OperError as error:
                 told = str(error)
             tables.barrier()
-            assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
+            rs.assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
             tables.barrier()
             tables.close()
             return told
 
-        for told in run_ranks(2, body):
+        for told in rs.run_ranks(2, body):
             assert "OPER_OUTBOX_BYTES" in told
 
 
@@ -181,12 +169,12 @@ def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.Monk
     the third batch is trained."""
     emulation.setenv("OPER_OUTBOX_BYTES", "16384")
     large = replace(CASE, base_batch=512)
-    plan = rich_plan(CASE.tables, 2, 1, columns=True)
-    ((too_large, _),) = make_steps(large, 2, 1)
-    ((batch, other),) = make_steps(CASE, 2, 1, seed=1)
+    plan = rs.rich_plan(CASE.tables, 2, 1, columns=True)
+    ((too_large, _),) = rs.make_steps(large, 2, 1)
+    ((batch, other),) = rs.make_steps(CASE, 2, 1, seed=1)
 
     def body(group: ThreadGroup, refuses: bool) -> list[torch.Tensor]:
-        opened = open_tables(CASE, plan, group, OPTIMIZER)
+        opened = rs.open_tables(CASE, plan, group, OPTIMIZER)
         tables: Any = getattr(opened, "_tables", opened)
         if refuses:
             looked_up = [moved(too_large.lookup(large), tables.device)] * 2
@@ -207,9 +195,9 @@ def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.Monk
         tables.close()
         return out
 
-    for refused, plain in zip(run_ranks(2, lambda group: body(group, True)),
-                              run_ranks(2, lambda group: body(group, False)), strict=True):
-        assert_bitwise(refused, plain, "after two refused batches")
+    for refused, plain in zip(rs.run_ranks(2, lambda group: body(group, True)),
+                              rs.run_ranks(2, lambda group: body(group, False)), strict=True):
+        rs.assert_bitwise(refused, plain, "after two refused batches")
 
 
 def test_outputs_of_a_refused_batch_without_pooling_are_zero() -> None:
@@ -224,11 +212,11 @@ def test_outputs_of_a_refused_batch_without_pooling_are_zero() -> None:
 
 
 def test_ranks_with_other_learning_rates() -> None:
-    steps = make_steps(CASE, 2, 3)
+    steps = rs.make_steps(CASE, 2, 3)
     plan = uniform_plan(CASE.tables, 2, "striped")
 
     def body(group: ThreadGroup, differs: bool) -> list[torch.Tensor]:
-        tables: Any = open_tables(CASE, plan, group, SGD(lr=1.0))
+        tables: Any = rs.open_tables(CASE, plan, group, SGD(lr=1.0))
         for step, batches in enumerate(steps):
             if step != 1:
                 train(tables, batches[group.rank])
@@ -243,8 +231,8 @@ def test_ranks_with_other_learning_rates() -> None:
         tables.close()
         return rows
 
-    assert_bitwise(run_ranks(2, lambda group: body(group, True)),
-                   run_ranks(2, lambda group: body(group, False)), "rows")
+    rs.assert_bitwise(rs.run_ranks(2, lambda group: body(group, True)),
+                      rs.run_ranks(2, lambda group: body(group, False)), "rows")
 
 
 @pytest.mark.skipif(has_gpu(), reason="the emulation delays")
@@ -253,9 +241,9 @@ def test_one_rank_whose_step_is_launched_before_the_error_is_found(
         emulation: pytest.MonkeyPatch, kind: str) -> None:
     words, spoil, _ = SPOILED[kind]
     plan = uniform_plan(CASE.tables, 1)
-    (batch,), = make_steps(CASE, 1, 1)
+    (batch,), = rs.make_steps(CASE, 1, 1)
     with emulation.context() as patch, streams.in_use(patch, None):
-        tables: Any = open_tables(CASE, plan, SingleGroup(), OPTIMIZER)
+        tables: Any = rs.open_tables(CASE, plan, SingleGroup(), OPTIMIZER)
         # The first lookup of a layout of keys waits for the map of these keys.
         tables.forward(batch.lookup(CASE), collective=False)
         tables.synchronize()
@@ -265,5 +253,5 @@ def test_one_rank_whose_step_is_launched_before_the_error_is_found(
         tables.apply_all([Backward((torch.ones_like(out),), bad, offsets)])
         with pytest.raises(InvalidInputError, match=words):
             tables.synchronize()
-        assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
+        rs.assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
         tables.close()

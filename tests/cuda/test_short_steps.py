@@ -1,8 +1,7 @@
-"""A step on a device launches few kernels, and makes no more Python calls than one on the host."""
-
-from __future__ import annotations
+"""What only the emulation can check: few launches, needed waits, addressable memory."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +10,34 @@ from typing import Any
 import pytest
 import torch
 
+from oper.errors import OperError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
-from tests import runtime_support
+from tests import runtime_support as rs
+from tests.cuda import streams
 from tests.cuda.compiler import ROOT
 from tests.cuda.emulated import device_tables, has_gpu
-from tests.runtime_support import Case, bags_of_one, open_tables, run_ranks
+from tests.forked import Forked
 from tests.support import frames_of
 
+# ---- few launches and Python calls ---------------------------------------------------------------
+
 OPTIMIZER = RowWiseAdagrad(lr=0.1)
-pytestmark = pytest.mark.skipif(has_gpu(), reason="the emulation counts")
+pytestmark = pytest.mark.skipif(has_gpu(), reason="the emulation counts, delays and checks")
 
 
-def one_class(num_rows: int = 2**18) -> Case:
+def one_class(num_rows: int = 2**18) -> rs.Case:
     """Two tables whose rows have the same shape."""
     tables = tuple(TableSpec(n, num_rows, 16, (n,), "sum", "float32", "rowwise_adagrad")
                    for n in ("a", "b"))
-    return Case(tables, ("a", "b"))
+    return rs.Case(tables, ("a", "b"))
 
 
-def batch_of(case: Case, size: int, seed: int = 0) -> Lookup:
+def batch_of(case: rs.Case, size: int, seed: int = 0) -> Lookup:
     """Bags of four random ids; the batch has more ids than one chunk of a long run."""
     g = torch.Generator().manual_seed(seed)
     return Lookup(torch.randint(0, 2**18, (8 * size,), generator=g),
@@ -48,7 +51,7 @@ def launches(size: int) -> list[tuple[int, int]]:
     ops = torch.ops.oper_emulated
 
     def body(group: ThreadGroup) -> tuple[int, int]:
-        tables: Any = open_tables(case, plan, group, OPTIMIZER)
+        tables: Any = rs.open_tables(case, plan, group, OPTIMIZER)
         batch = batch_of(case, 64, group.rank)
         found = (0, 0)
         for _ in range(2):
@@ -68,7 +71,7 @@ def launches(size: int) -> list[tuple[int, int]]:
         tables.close()
         return found
 
-    return run_ranks(size, body)
+    return rs.run_ranks(size, body)
 
 
 def test_few_kernels_on_one_rank(on_device: None) -> None:
@@ -86,9 +89,9 @@ def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
 
 def passes_of(plan: Plan) -> tuple[int, int, list[str]]:
     """Kernels of the forward and the backward pass of one rank, and the ranges of both."""
-    case = Case(tuple(t.table for t in plan.tables), tuple(t.table.name for t in plan.tables))
-    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
-    batch = bags_of_one(torch.zeros(48 * len(case.keys), dtype=torch.int64), len(case.keys))
+    case = rs.Case(tuple(t.table for t in plan.tables), tuple(t.table.name for t in plan.tables))
+    tables: Any = rs.open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    batch = rs.bags_of_one(torch.zeros(48 * len(case.keys), dtype=torch.int64), len(case.keys))
     ops = torch.ops.oper_emulated
     ops.take_launches()
     ops.take_ranges()
@@ -123,9 +126,9 @@ def test_phases_have_ranges(on_device: None) -> None:
     assert names[-2:] == ["oper reduction", "oper exchange and update"]
 
 
-def step_of(case: Case) -> tuple[list[tuple[str, str]], list[str]]:
+def step_of(case: rs.Case) -> tuple[list[tuple[str, str]], list[str]]:
     """OPER's Python functions and operators that a step of one rank calls."""
-    tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(), OPTIMIZER)
+    tables = rs.open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(), OPTIMIZER)
     batch = batch_of(case, 64)
 
     def step() -> None:
@@ -142,7 +145,7 @@ def step_of(case: Case) -> tuple[list[tuple[str, str]], list[str]]:
 def test_as_little_python_as_on_the_host(emulation: pytest.MonkeyPatch) -> None:
     case = one_class()
     host, host_ops = step_of(case)
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    emulation.setattr(rs, "ShardedTables", device_tables)
     device, device_ops = step_of(case)
     assert len(host) > 5 and len(host_ops) >= 2, "both are seen"
     assert len(device) <= len(host) + 2, device
@@ -158,3 +161,115 @@ def test_the_benchmarks_look_at_kernels_runs(
     emulation.setattr(sys, "argv", ["script", str(found), "2", "50", "cpu", "10"])
     exec(compile(script, "kernels", "exec"), {})
     assert json.loads(found.read_text()) == {"kernels": [], "per_step": 0}
+
+
+# ---- every event wait is there -------------------------------------------------------------------
+
+ADAGRAD = rs.OPTIMIZERS["rowwise_adagrad"]
+
+
+def check(patch: pytest.MonkeyPatch, case: rs.Case, plan: str, size: int, ahead: str | None
+          ) -> None:
+    """Compare the host back end with ranks whose streams run as late as possible."""
+    chosen = rs.rich_plan(case.tables, size, 1, True) if plan == "rich" else (
+        rs.plans_for(case.tables, size)[plan])
+    steps = rs.make_steps(case, size, 3)
+    host: rs.Result = rs.train_virtual(case, chosen, steps, ADAGRAD)
+    with patch.context() as inner, streams.in_use(inner, ahead):
+        device = rs.train_virtual(case, chosen, steps, ADAGRAD)
+    rs.assert_bitwise(vars(host), vars(device), "result")
+
+
+@pytest.mark.parametrize("ahead", [None, "early", "late"])
+@pytest.mark.parametrize("plan, size", [("mixed1", 1), ("mixed1", 4), ("rich", 2)])
+def test_streams_that_work_late_give_the_hosts_bits(
+        emulation: pytest.MonkeyPatch, plan: str, size: int, ahead: str | None) -> None:
+    check(emulation, rs.dlrm_case("rowwise_adagrad"), plan, size, ahead)
+
+
+@pytest.mark.parametrize("missing, size, ahead", [
+    ("of a rank for others", 2, None), ("of ids resolved ahead for their copy", 1, "early"),
+    ("of a lookup for ids resolved ahead", 1, "late")])
+def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size: int,
+                              ahead: str | None) -> None:
+    in_csrc = missing == "of a lookup for ids resolved ahead"
+    if not in_csrc:
+        emulation.setattr(streams.Stream, "wait_event", lambda self, event: None)
+    torch.ops.oper_emulated.ignore_waits(in_csrc)
+    try:
+        # Owners that read an outbox too early find other settings there.
+        with pytest.raises((AssertionError, OperError), match=r"bits differ|different learning"):
+            check(emulation, rs.dlrm_case("rowwise_adagrad"), "mixed1", size, ahead)
+    finally:
+        torch.ops.oper_emulated.ignore_waits(False)
+
+
+# ---- memory that hardware could not address ------------------------------------------------------
+
+_PROGRAM = """
+import os
+os.environ["OPER_OUTBOX_BYTES"] = str(1 << 20)
+import torch
+from dataclasses import replace
+from oper.plan import uniform_plan
+from oper.shmem.device.tables import DeviceTables
+from oper.shmem.optim.optimizers import SGD
+from tests import runtime_support as rs
+from tests.cuda import emulated
+from tests.cuda.test_domains import small_case
+
+emulated.replace_library()
+emulated.load()
+fault = {fault!r}
+
+
+def of_device(rank, tensor):
+    memory = torch.ops.oper_emulated.memory(rank, False, 8 * tensor.numel()).view(torch.int64)
+    return memory.copy_(tensor)
+
+
+class Planted(DeviceTables):
+    opens = False
+
+    def _create_context(self):
+        self.opens = fault == "neighbours"
+        handle = super()._create_context()
+        self.opens = False
+        return handle
+
+    @property
+    def members(self):
+        return [self.group.rank] if self.opens else super().members
+
+    def lookup(self, batch):
+        mine, other = self.group.rank, 1 - self.group.rank
+        if fault == "ids":
+            batch = replace(batch, ids=of_device(other, batch.ids))
+        if fault == "keys":
+            batch = replace(batch, key_of=of_device(mine, batch.key_of))
+        if fault == "none":
+            batch = replace(batch, ids=of_device(mine, batch.ids))
+        return super().lookup(batch)
+
+
+rs.ShardedTables = lambda *args: Planted(*args, device="cpu")
+case = small_case("sgd")
+rs.train_virtual(case, uniform_plan(case.tables, 2, "striped"),
+                 rs.make_steps(case, 2, 1), SGD(lr=0.1))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("fault, told", [
+    ("neighbours", "a kernel of device {0} accesses the arena of device {1}"),
+    ("ids", "a kernel of device {0} accesses memory of device {1}"),
+    ("keys", "host code for device {0} accesses memory of device {0}"), ("none", "")])
+def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, told: str) -> None:
+    process = Forked([sys.executable, "-c", _PROGRAM.format(fault=fault)], text=True,
+                     stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate()
+    if fault == "none":
+        assert process.returncode == 0 and out == "done\n", err
+    else:
+        assert process.returncode != 0 and out == ""
+        assert any(told.format(a, 1 - a) in err for a in range(2)), err

@@ -1,7 +1,5 @@
 """Random rows in the layout of Criteo Kaggle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

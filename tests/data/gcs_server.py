@@ -1,7 +1,5 @@
 """A server with the part of Google Cloud Storage's JSON API that pyarrow uses for small files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Large gzip files, read in parts."""
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import random
@@ -20,7 +18,7 @@ from oper.data.reading.lines import Unit, line_of, read_blocks, units_of_text
 from oper.data.recipe import Layout
 from oper.errors import FileFormatError
 from tests import forked
-from tests.data.folder_support import digest, parquet_bytes
+from tests.data.loader_support import digest, parquet_bytes
 from tests.data.test_resuming import KILLED
 
 pytest.importorskip("rapidgzip")

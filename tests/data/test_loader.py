@@ -1,7 +1,5 @@
 """The loader: rows, shares of ranks, windows and features."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -53,9 +51,8 @@ def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 1 << 17])
-def test_values_in_the_order_of_the_folder_or_shuffled(
-    folder: Path, table: dict[str, list[Any]], window: int
-) -> None:
+def test_values_in_the_order_of_the_folder_or_shuffled(folder: Path, table: dict[str, list[Any]],
+                                                       window: int) -> None:
     loader = Loader(folder, "train", LoaderOptions(64, window=window, seed=4))
     batches = list(loader)
     assert [b.labels.numel() for b in batches] == [64] * 7 + [52] and len(loader) == 8
@@ -95,10 +92,9 @@ def test_seed_and_epoch_choose_the_order(folder: Path) -> None:
 @given(world_size=st.integers(1, 9), batch_size=st.integers(1, 600), window=st.sampled_from(
     [0, 1, 70, 300, 5000]), workers=st.integers(1, 5), drop_last=st.booleans(),
     epoch=st.integers(0, 3), interleave=st.integers(1, 4))
-def test_every_row_once_over_ranks_and_workers(
-    folder: Path, world_size: int, batch_size: int, window: int, workers: int, drop_last: bool,
-    epoch: int, interleave: int
-) -> None:
+def test_every_row_once_over_ranks_and_workers(folder: Path, world_size: int, batch_size: int,
+                                               window: int, workers: int, drop_last: bool,
+                                               epoch: int, interleave: int) -> None:
     seen: list[int] = []
     lengths = set()
     for rank in range(world_size):
@@ -148,9 +144,8 @@ def test_ranks_read_their_own_row_groups(folder: Path, groups_read: list[int]) -
 
 @pytest.mark.parametrize("share", ["rows", "batches"])
 @pytest.mark.parametrize("interleave", [1, 3])
-def test_threads_read_every_group_once(
-    folder: Path, share: str, interleave: int, groups_read: list[int]
-) -> None:
+def test_threads_read_every_group_once(folder: Path, share: str, interleave: int,
+                                       groups_read: list[int]) -> None:
     """Each row group is read once for any number of threads, and batches equal those without
     threads."""
     options = {"window": 64, "rank": 1, "world_size": 2, "share": share, "interleave": interleave}
@@ -176,9 +171,8 @@ def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> N
         check(batch, table)
 
 
-def test_a_folder_opens_without_opening_its_files(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_opens_without_opening_its_files(folder: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first file and files with a size that differs from the manifest's are opened."""
     from oper.data import Folder
 

@@ -1,7 +1,5 @@
 """Preprocessing against a direct computation of its output."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -19,7 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.data.folder_support import parquet_bytes
+from tests.data.loader_support import parquet_bytes
 from tests.support import counts_by, run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -60,9 +58,8 @@ def check_folder(folder: Path, rows: list[list[str]], min_count: int, num_valid:
 
 
 @pytest.mark.parametrize("min_count", [1, 2, 5])
-def test_output_equals_a_direct_computation(
-    tmp_path: Path, invent: Any, write: Any, min_count: int
-) -> None:
+def test_output_equals_a_direct_computation(tmp_path: Path, invent: Any, write: Any, min_count: int
+                                            ) -> None:
     rows = invent(500)
     path = write(tmp_path / "train.txt", rows)
     options = PreprocessOptions(min_count=min_count, row_group_rows=64, part_rows=200)
@@ -130,9 +127,8 @@ def test_split_share_rows_limit_and_no_validation(tmp_path: Path, invent: Any, w
         preprocess(KAGGLE, [path], tmp_path / "c", PreprocessOptions(valid="1"))
 
 
-def test_malformed_rows_are_counted_reported_and_limited(
-    tmp_path: Path, invent: Any, write: Any
-) -> None:
+def test_malformed_rows_are_counted_reported_and_limited(tmp_path: Path, invent: Any, write: Any
+                                                         ) -> None:
     rows = invent(200)
     bad = [list(r) for r in rows]
     bad[10][3], bad[150][20], bad[199] = "x", "XYZ", ["1", "2"]
@@ -154,9 +150,8 @@ def test_malformed_rows_are_counted_reported_and_limited(
 
 
 @pytest.mark.parametrize("unit_bytes", [900, 1 << 28])
-def test_shares_are_of_records_however_many_lines_they_take(
-    tmp_path: Path, unit_bytes: int
-) -> None:
+def test_shares_are_of_records_however_many_lines_they_take(tmp_path: Path, unit_bytes: int
+                                                            ) -> None:
     recipe = generic_recipe("csv", Choice(["id"], "y"))
     (tmp_path / "log.csv").write_text("y,id\n" + "".join(
         f'{k % 2},"text{chr(10) * (k < 1000)}{k % 7}"\n' for k in range(2000)))
@@ -298,9 +293,8 @@ def test_logs_without_usable_rows(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "test.txt"]
 
 
-def test_analysis_of_a_folder_is_exact_and_in_hotness_order(
-    tmp_path: Path, invent: Any, write: Any
-) -> None:
+def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path, invent: Any, write: Any
+                                                            ) -> None:
     rows = invent(700)
     path = write(tmp_path / "train.txt", rows)
     options = PreprocessOptions(row_group_rows=100, part_rows=250)

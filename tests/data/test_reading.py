@@ -1,7 +1,5 @@
 """Recipes, blocks of lines, and the vectorised parser against Python's parsing."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -121,9 +119,8 @@ def test_examples_are_the_first_of_many_bad_rows(invent: Any) -> None:
 @given(st.integers(1, 20), st.integers(1, 40), st.booleans(), st.lists(
     st.text("ab\r ", max_size=6), max_size=12))
 @settings(max_examples=100, deadline=None)
-def test_units_hold_every_line_once(
-    tmp_path_factory: Any, block_bytes: int, unit_bytes: int, last_feed: bool, lines: list[str]
-) -> None:
+def test_units_hold_every_line_once(tmp_path_factory: Any, block_bytes: int, unit_bytes: int,
+                                    last_feed: bool, lines: list[str]) -> None:
     text = "".join(f"{line}\n" for line in lines).encode()
     if not last_feed and lines and lines[-1]:
         text = text[:-1]
@@ -145,9 +142,8 @@ def test_units_hold_every_line_once(
 @given(st.integers(1, 60), st.sampled_from(["", "\\"]), st.lists(
     st.lists(st.text('a",\n;\\', max_size=5), min_size=2, max_size=2), max_size=8))
 @settings(max_examples=150, deadline=None)
-def test_blocks_keep_quoted_records_whole(
-    tmp_path_factory: Any, block_bytes: int, escape: str, records: list[list[str]]
-) -> None:
+def test_blocks_keep_quoted_records_whole(tmp_path_factory: Any, block_bytes: int, escape: str,
+                                          records: list[list[str]]) -> None:
     dialect: dict[str, Any] = {"doublequote": not escape, "escapechar": escape or None}
     out = io.StringIO()
     csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_ALL, **dialect).writerows(records)
@@ -285,9 +281,8 @@ _KIND_OF = {**dict.fromkeys(("threshold", "number", "among", "binary"), "label")
 
 @given(st.data(), st.sampled_from(sorted(_FIELDS)), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_no_text_crashes_or_is_taken_for_what_it_is_not(
-    data: Any, parse: str, quoted: bool
-) -> None:
+def test_no_text_crashes_or_is_taken_for_what_it_is_not(data: Any, parse: str, quoted: bool
+                                                        ) -> None:
     """Fuzz test: a field is reported as malformed if and only if it is not valid in its column."""
     kind = _KIND_OF.get(parse, "sparse")
     columns = [{"name": "x", "kind": kind, "parse": parse, "missing": ["NA"] if kind == "sparse"

@@ -1,7 +1,5 @@
 """Every recipe of the package, on invented rows in the data set's format."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace
@@ -18,7 +16,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.files import datasets_root
-from tests.data.folder_support import decoded
+from tests.data.loader_support import decoded
 from tests.support import real_data
 
 ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)

@@ -1,7 +1,5 @@
 """The output is the same for any number of workers and any interruption."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -27,7 +25,7 @@ from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
 from tests import forked
-from tests.data.folder_support import digest
+from tests.data.loader_support import digest
 from tests.support import counts_by, wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")

@@ -1,7 +1,5 @@
 """Logs and outputs in stores, pipes, compressed files and partitioned folders."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import os
@@ -20,8 +18,8 @@ from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError
 from tests import forked
-from tests.data.folder_support import decoded, parquet_bytes
 from tests.data.gcs_server import gcs_server
+from tests.data.loader_support import decoded, parquet_bytes
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")
@@ -110,9 +108,8 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
             preprocess(CRITEO, [bucket.format(name)], local / "x")
 
 
-def test_what_is_in_a_store_is_known_before_work(
-    local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_a_store_is_known_before_work(local: Path, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     first = preprocess(CRITEO, [log], out)
     assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
@@ -126,9 +123,8 @@ def test_what_is_in_a_store_is_known_before_work(
             preprocess(CRITEO, [log], out)
 
 
-def test_runs_to_one_place_leave_each_others_files_alone(
-    local: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run, of the same or another job, starts while the first one uploads its files."""
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     upload, told = store.upload, []

@@ -1,19 +1,24 @@
-"""Subcommands run from the command line."""
-
-from __future__ import annotations
+"""Subcommands run from the command line; dry runs; derived columns."""
 
 import argparse
+import gzip
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from oper.data import verbs
-from oper.errors import InvalidInputError
+from oper.data import PreprocessOptions, load_recipe, preprocess, verbs
+from oper.data.generic import Choice, generic_recipe
+from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.stats import AccessStats
-from tests.support import run_here
+from tests.data.loader_support import decoded
+from tests.support import ROOT, run_here
 
 
 def run(verb: str, *words: str) -> int:
@@ -22,9 +27,8 @@ def run(verb: str, *words: str) -> int:
     return int(getattr(verbs, f"run_{verb}")(parser.parse_args(words)))
 
 
-def test_preprocess_and_analyze(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preprocess_and_analyze(tmp_path: Path, invent: Any, write: Any,
+                                capsys: pytest.CaptureFixture[str]) -> None:
     rows = invent(140)
     rows[3][1] = "?"
     path = str(write(tmp_path / "train.txt", rows))
@@ -47,9 +51,8 @@ def test_a_recipe_names_its_columns_itself(tmp_path: Path, words: list[str]) -> 
         run("preprocess", "criteo-kaggle", "log", "-o", str(tmp_path / "out"), *words)
 
 
-def test_json_is_one_object_on_stdout(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_on_stdout(tmp_path: Path, invent: Any, write: Any,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write(tmp_path / "train.txt", invent(70)))
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
     run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
@@ -63,9 +66,8 @@ def test_json_is_one_object_on_stdout(
     assert summary["num_accesses"] == 63 * 26
 
 
-def test_statistics_of_counts_and_of_parts(
-    tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: Any,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     counts = tmp_path / "counts.csv"
     counts.write_text("field,value,count\nsite,a,70\nsite,b,20\n")
     stats = str(tmp_path / "c.stats")
@@ -124,9 +126,8 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
         run("analyze", "data", "-o", os.devnull)
 
 
-def test_capacity_of_row_numbers_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                              ) -> None:
     """Rare values share row 0, which is not a single key; without them there is no warning."""
     log = tmp_path / "log.csv"
     log.write_text("user,item\n" + "".join(f"u{k},i{k % 3}\n" for k in range(30)))
@@ -157,3 +158,188 @@ def test_urls_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(InvalidInputError, match=r"URL.*://"):
             run(verb, *words)
         assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+# ---- dry runs ------------------------------------------------------------------------------------
+
+CSV = "user,item,price,stars,when\n" + "".join(
+    f"u{k % 7},{k % 50},{'' if k % 4 == 0 else k / 8},{k % 5 + 1},{1_600_000_000 + 600 * k}\n"
+    for k in range(20_000))
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run("preprocess", *words, "--dry-run", "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_columns_of_files_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                          ) -> None:
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress(CSV.encode()))
+    before = sorted(tmp_path.iterdir())
+    columns = told(capsys, "csv", str(path))["columns"]
+    assert [(c["name"], c["type"]) for c in columns] == [
+        ("user", "string"), ("item", "int64"), ("price", "double"), ("stars", "int64"),
+        ("when", "int64")]
+    assert columns[0]["distinct"] == 7 and columns[2]["missing"] == pytest.approx(0.25, abs=0.01)
+    found = told(capsys, "csv", str(path), "--sparse", "user,item", "--label", "stars",
+                 "--threshold", "4", "--dense", "price:log1p", "--time", "when")
+    assert {c["name"]: (c["kind"], c["parse"]) for c in found["columns"]} == {
+        "label": ("label", "threshold"), "time": ("time", "unix"), "price": ("dense", "float"),
+        "user": ("sparse", "string"), "item": ("sparse", "string")}
+    assert found["tables"]["user"]["num_rows"] == 8 and found["split"]["by"] == "time"
+    assert 10_000 <= sum(found["rows"].values()) < 16_000 and found["rows"]["valid"]
+    assert found["plan"]["rows"] == pytest.approx(20_000, rel=0.05)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_problems_and_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(CSV)
+    found = told(capsys, "csv", str(path), "--sparse", "user")
+    assert "no label" in found["problems"][0]
+    done = run_here("preprocess", "csv", str(path), "--sparse", "user", "--label", "stars",
+                    "--dry-run")
+    assert done.returncode == 1 and "--threshold" in done.stderr
+    assert run_here("preprocess", "csv", str(path), "--sparse", "user").returncode == 2
+    assert run_here("preprocess", "csv", str(path), "--sparse", "user", "-o", str(tmp_path / "o"),
+                    "--dry-run").returncode == 2
+
+
+def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          invent: Any, write: Any) -> None:
+    folder = tmp_path / "clicks" / "country=de"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"user": list(range(300)), "tags": [[1, 2]] * 300}),
+                   folder / "part.parquet")
+    found = told(capsys, "parquet", str(tmp_path / "clicks"), "--sparse", "user,tags,country")
+    assert found["tables"]["country"]["num_rows"] == 2 and found["tables"]["tags"]["num_rows"] == 3
+    log = str(write(tmp_path / "train.txt", invent(140)))
+    assert run("preprocess", "criteo-kaggle", log, "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert "C26" in text and "hex32" in text and "of the first rows 120 train" in text
+
+
+# ---- derived columns: side tables, crosses, bins -------------------------------------------------
+
+ALL = PreprocessOptions(valid="0", test="0", min_count=1)
+ITEMS = {"i1": ("toys", "1.5", "a|b"), "i2": ("books", "", ""), "i3": ("", "8", "c")}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> tuple[Path, list[list[str]]]:
+    rng = random.Random(3)
+    rows = [[rng.choice(["u1", "u2", ""]), rng.choice([*ITEMS, "i9", ""]),
+             str(rng.randint(1, 5)), rng.choice(["17", "18", "29.5", "30", ""])]
+            for _ in range(300)]
+    (tmp_path / "log.csv").write_text("user,item,stars,age\n" + "".join(
+        ",".join(r) + "\n" for r in rows))
+    (tmp_path / "items.csv").write_text("id,genre,price,tags\n" + "".join(
+        f'{k},{g},{p},"{t}"\n' for k, (g, p, t) in ITEMS.items()))
+    return tmp_path, rows
+
+
+def test_the_command_line_joins_and_crosses(log: tuple[Path, list[list[str]]]) -> None:
+    folder, rows = log
+    done = run_here(
+        "preprocess", "csv", str(folder / "log.csv"), "-o", str(folder / "out"), "--label", "stars",
+        "--threshold", "4", "--sparse", "user,item,age:bins=18/30", "--join",
+        str(folder / "items.csv"), "--join-on", "item=id", "--join-sparse", "genre,tags:|",
+        "--join-dense", "price:log1p", "--cross", "user*genre=1000003", "--valid", "0",
+        "--min-count", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    lacking = sum(r[1] not in ITEMS for r in rows)
+    assert manifest["joins"] == [{"file": str(folder / "items.csv"), "key": "item",
+                                  "unmatched_rows": lacking}]
+    assert manifest["columns"]["sparse"] == ["user", "item", "age", "genre", "tags", "user_x_genre"]
+    assert manifest["dense_transforms"] == {"price": "log1p"}
+    found = decoded(folder / "out")
+    side = [ITEMS.get(r[1], ("", "", "")) for r in rows]
+    assert found["label"] == [int(r[2]) >= 4 for r in rows]
+    assert found["age"] == [None if not r[3] else (float(r[3]) >= 18) + (float(r[3]) >= 30)
+                            for r in rows]
+    assert found["genre"] == [s[0] or None for s in side]
+    assert found["tags"] == [s[2].split("|") if s[2] else [] for s in side]
+    np.testing.assert_allclose(found["price"], np.log1p([float(s[1] or 0) for s in side]), 1e-6)
+    # Equal pairs have equal hashes; different pairs have different ones (of a million).
+    pairs = list(zip([r[0] for r in rows], [s[0] for s in side], strict=True))
+    assert len(set(pairs)) == len(set(found["user_x_genre"])) == len(
+        set(zip(pairs, found["user_x_genre"], strict=True)))
+    assert all(0 <= x < 1_000_003 for x in found["user_x_genre"])
+
+
+def test_a_side_table_as_parquet_gives_the_same(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    pq.write_table(pa.table({n: [(k, *v)[j] for k, v in ITEMS.items()]
+                             for j, n in enumerate(("id", "genre", "price", "tags"))}),
+                   folder / "items.parquet")
+    found = []
+    for kind in ("csv", "parquet"):
+        choice = Choice(["user", "item", "age:bins=18/30"], "stars", threshold=4.0,
+                        join=str(folder / f"items.{kind}"), join_on="item=id",
+                        join_sparse=["genre"], cross=["user*genre=1000003"])
+        preprocess(generic_recipe("csv", choice), [str(folder / "log.csv")], folder / kind, ALL)
+        found.append(decoded(folder / kind))
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    (folder / "twice.csv").write_text("id,genre\ni1,a\ni1,b\n")
+    cases: list[tuple[dict[str, Any], type[OperError], str]] = [
+        ({"join": str(folder / "twice.csv"), "join_on": "item=id", "join_sparse": ["genre"]},
+         FileFormatError, "distinct keys 'item'=1"),
+        ({"join": str(folder / "items.csv"), "join_on": "nobody", "join_sparse": ["genre"]},
+         InvalidInputError, "key of a join='nobody'"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["nothing"]},
+         FileFormatError, "nothing"),
+        ({"join": str(folder / "items.csv")}, InvalidInputError, "its key and columns"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["user"]},
+         InvalidInputError, r"columns named twice=\['user'\]"),
+        # The label of a log without one, time buckets and times also have column names.
+        ({"sparse": ["user", "label"], "label": None, "threshold": None}, InvalidInputError,
+         r"columns named twice=\['label'\]"),
+        ({"dense": ["label"], "label": None, "threshold": None}, InvalidInputError,
+         r"columns named twice=\['label'\]"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["bucket"]},
+         InvalidInputError, r"'bucket' has the time buckets"),
+        ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["time"],
+          "time": "when"}, InvalidInputError, r"'time' has the times"),
+        ({"cross": ["user*nothing=10"]}, InvalidInputError, "with one id per row"),
+        ({"cross": ["user*item"]}, InvalidInputError, "A\\*B=N"),
+        ({"sparse": ["user", "age:bins=30/18"]}, InvalidInputError, "ascending numbers"),
+        ({"sparse": ["user", "age:bins=x"]}, InvalidInputError, "expected a number"),
+        ({"threshold": 4.0, "label": None}, InvalidInputError, "with a label"),
+    ]
+    for k, (words, error, text) in enumerate(cases):
+        with pytest.raises(error, match=text):
+            preprocess(generic_recipe("csv", Choice(**{
+                "sparse": ["user", "item"], "label": "stars", "threshold": 4.0, **words})),
+                [str(folder / "log.csv")], folder / f"out{k}", ALL)
+        assert not (folder / f"out{k}").exists()
+
+
+def test_a_side_table_that_matches_little_is_a_problem(log: tuple[Path, list[list[str]]]) -> None:
+    folder, _ = log
+    (folder / "few.csv").write_text("id,genre\ni1,a\n")
+    manifest = preprocess(generic_recipe("csv", Choice(
+        ["item"], join=str(folder / "few.csv"), join_on="item=id", join_sparse=["genre"])),
+        [str(folder / "log.csv")], folder / "out", ALL)
+    assert any("few.csv" in p for p in manifest["problems"])
+
+
+def test_the_documented_recipe(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "files.md").read_text()
+    (tmp_path / "ratings.toml").write_text(
+        page.split('```toml title="ratings.toml"\n')[1].split("```")[0])
+    (tmp_path / "items.csv").write_text('id,price,tags\nA,3,"x|y"\nB,,\n')
+    (tmp_path / "log.csv").write_text("user,item,rating,age,when\n" + "".join(
+        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)))
+    manifest = preprocess(load_recipe(str(tmp_path / "ratings.toml")), [str(tmp_path / "log.csv")],
+                          tmp_path / "out")
+    assert manifest["problems"] == [] and sum(manifest["rows"].values()) == 500
+    assert manifest["tables"]["tags"]["num_rows"] == 3
+    assert manifest["tables"]["age"]["num_rows"] == 5
+    assert manifest["columns"]["sparse"][-1] == "user_x_age"

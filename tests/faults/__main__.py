@@ -5,8 +5,6 @@ same file continues. An injection during which this program itself was stopped p
 counted separately and repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -6,8 +6,6 @@ writing to disk in the background. A second run, which touches one row in a hund
 bytes of deltas and full checkpoints.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

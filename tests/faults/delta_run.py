@@ -1,7 +1,5 @@
 """A training run whose weights are served while it trains; scores show which step they are of."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

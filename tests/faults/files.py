@@ -3,8 +3,6 @@
 All of them run in one process, or in a child process with limits.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """A rank that is killed for lack of memory, in a control group of its own if permissions allow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -5,8 +5,6 @@ connections, and those that monitor the peers, to a proxy, which delays data, ho
 or closes all connections.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

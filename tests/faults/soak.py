@@ -4,8 +4,6 @@ Ranks are killed at random moments, and all ranks are started again until the ru
 weights must equal those of an undisturbed run, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

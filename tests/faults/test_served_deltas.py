@@ -1,7 +1,5 @@
 """Faults while the steps of a run are served: no score mixes two steps, and serving recovers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

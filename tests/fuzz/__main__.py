@@ -3,8 +3,6 @@
 Unknown arguments are passed to libFuzzer, e.g. ``-max_total_time=600``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -5,8 +5,6 @@ must neither crash nor hang nor allocate much memory. The number of an execution
 input. With ``--json F`` results are stored in F, and a later call continues with other inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

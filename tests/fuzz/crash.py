@@ -1,7 +1,5 @@
 """An execution that crashes; in a module of its own, which a new process imports quickly."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -5,8 +5,6 @@ sends is recorded. Then the step is repeated with other bytes in place of these 
 with a new context of the kernels, since an exchange that has failed stays failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

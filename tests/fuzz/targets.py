@@ -1,7 +1,5 @@
 """The fuzz targets: one function per format, which takes any bytes and may only raise OperError."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io

@@ -1,7 +1,5 @@
 """Every format, read from random bytes and modified valid files; defects that fuzzing has found."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

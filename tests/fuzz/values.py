@@ -1,8 +1,6 @@
 """Replace values of JSON and TOML texts by others that a parser accepts and passes on to a reader.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Small modules with tables, unsharded and sharded, for tests of module operations."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

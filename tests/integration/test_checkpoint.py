@@ -1,34 +1,44 @@
-"""Checkpoints through torch.distributed.checkpoint: any plan, any number of ranks, and TorchRec.
+"""Checkpoints by torch.distributed.checkpoint: any plan, ranks, types of rows; grown tables.
 
 Weights and optimizer state are saved in logical order; what loads them need not know who saved.
 """
 
-from __future__ import annotations
-
+import io
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, OperError
+from oper.integration.checkpoint.files import CHECKSUMS, check_archive
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.weights import extra_value
+from oper.integration.torchrec_modules import table_specs
+from oper.messages import MessageBits
 from tests.checkpoint_support import (
     CHUNK,
     Model,
     batch_of,
     flat,
     go_on,
+    random_kjt,
     read,
     restore,
     run_ranks,
     sharded,
 )
-from tests.runtime_support import assert_bitwise, assert_near
+from tests.runtime_support import assert_bitwise, assert_near, mixed_plan, rich_plan
+from tests.support import damage_record
 from tests.world_support import RankFailedError, run_world
 
 
@@ -214,3 +224,248 @@ def test_extra_values_of_damaged_checkpoints_are_none(tmp_path: Path) -> None:
         path.write_bytes(bytes(path.stat().st_size))
     assert extra_value(folder, "numbering") is None
     assert extra_value(tmp_path / "missing", "numbering") is None
+
+
+# ---- rows of 16 bits -----------------------------------------------------------------------------
+
+TYPES = {"a": DataType.FP16, "b": DataType.FP32, "c": DataType.BF16}
+SIZES = {"a": 37, "b": 1, "c": 500}
+
+
+def collection(seed: int) -> EmbeddingBagCollection:
+    torch.manual_seed(seed)
+    return EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t{f}", num_embeddings=SIZES[f], embedding_dim=8, feature_names=[f], data_type=t)
+        for f, t in TYPES.items()])
+
+
+def go_on_in_half(rank: int, world_size: int, plan: int, steps: range, load: str | None,
+                  save: str | None, bits: int = 32, delta: bool = False) -> dict[str, torch.Tensor]:
+    """Load, train and save; with `delta`, the last step's changes as a delta."""
+    bags = collection(0 if load is None else 9)
+    kinds = {f"t{f}": "rowwise_adagrad" for f in TYPES}
+    layout = rich_plan(table_specs(bags, kinds), world_size, plan, columns=True)
+    layout = replace(layout, message_bits=MessageBits(bits, bits))
+    model: Any = oper.shard(bags, plan=layout, optimizer=oper.RowWiseAdagrad(lr=0.1))
+    if load is not None:
+        oper.load_checkpoint(load, model, model.fused_optimizer)
+    saver = oper.DeltaCheckpoints(save, model, model.fused_optimizer) if save and delta else None
+    for step in steps:
+        if saver is not None and step == steps[-1]:
+            saver.save_full(step)
+        model(batch_of(step, rank, world_size)).values().float().square().sum().backward()
+    if saver is not None:
+        saver.save(steps.stop)
+        saver.close()
+    elif save is not None:
+        oper.save_checkpoint(save, model, model.fused_optimizer, chunk_bytes=512)
+        state = {"plain": dict(model.state_dict())}
+        dcp.save(state, checkpoint_id=save + "-plain", no_dist=world_size == 1)
+    return flat({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("labels, plan", [("a", 3), ("aa", 102), ("ab", 104)])
+def test_16_bit_rows_move_between_plans_and_hosts(labels: str, plan: int, tmp_path: Path) -> None:
+    """From two ranks to one, to two under another plan, and to two that do not share memory."""
+    first = str(tmp_path / "first")
+    held = run_ranks(go_on_in_half, 2, 101, range(3), None, first)
+    dtypes = {v.dtype for v in held.values()}
+    assert {torch.float16, torch.bfloat16, torch.float32} <= dtypes
+    again = str(tmp_path / "again")
+    there = run_ranks(go_on_in_half, len(labels), plan, range(3, 3), first, again,
+                      labels=labels)
+    assert_bitwise(there, held, "loaded by others")
+    assert_bitwise(run_ranks(go_on_in_half, 2, 101, range(3, 3), again, None), held, "and back")
+    # Plain calls of a program that OPER is no part of. (TorchRec makes fp16 of its bf16 tables.)
+    rows = {k.removeprefix("/model/"): v for k, v in held.items() if k.startswith("/model/")}
+    state = {"plain": {k: torch.empty_like(v) for k, v in rows.items()}}
+    dcp.load(state, checkpoint_id=again + "-plain", no_dist=True)
+    assert_bitwise(state["plain"], rows, "read without OPER")
+
+
+@pytest.mark.parametrize("labels", ["aa", "ab"])
+def test_random_rounding_continues(labels: str, tmp_path: Path) -> None:
+    """A resumed run draws the numbers of the uninterrupted one, for its 16-bit rows and, between
+    hosts, its messages of 8 bits, also if the program has another seed."""
+    folder, between = str(tmp_path / "saved"), 8 if labels == "ab" else 32
+    want = run_ranks(go_on_in_half, 2, 101, range(5), None, None, between, labels=labels)
+    run_ranks(go_on_in_half, 2, 101, range(3), None, folder, between, labels == "ab", labels=labels)
+    got = run_ranks(go_on_in_half, 2, 101, range(3, 5), folder, None, between, labels=labels)
+    assert_bitwise(got, want, "resumed")
+
+
+def test_a_checkpoint_without_counts_of_updates(tmp_path: Path) -> None:
+    """The count of a state with steps is kept; other programs save no other one."""
+    saved, loaded = (oper.shard(collection(k), optimizer=oper.Adam(lr=0.1)) for k in range(2))
+    saved(batch_of(0, 0, 1)).values().sum().backward()
+    dcp.save({"model": saved.state_dict(), "optimizer": saved.fused_optimizer.state_dict()},
+             checkpoint_id=tmp_path / "plain")
+    oper.load_checkpoint(tmp_path / "plain", loaded, loaded.fused_optimizer)
+    assert loaded.tables.num_steps == loaded.tables.table_steps("tc") == 1
+
+
+# ---- tables that grow between runs ---------------------------------------------------------------
+
+OLD, NEW = {"a": 40, "b": 7}, {"a": 55, "b": 8}
+OPTIMIZERS = {"adam": oper.Adam(lr=0.05), "adagrad": oper.RowWiseAdagrad(lr=0.1)}
+
+
+def model_of(rows: dict[str, int], world_size: int, kind: str) -> Any:
+    """Return a sharded model whose tables' first rows do not depend on the number of rows."""
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t{n}", num_embeddings=r, embedding_dim=8, feature_names=[n])
+        for n, r in rows.items()])
+    with torch.no_grad():
+        for n, r in rows.items():
+            torch.manual_seed(ord(n))
+            bags.embedding_bags[f"t{n}"].weight.copy_(torch.randn(NEW[n], 8)[:r])
+    specs = table_specs(bags, {f"t{n}": kind for n in rows})
+    return oper.shard(bags, plan=mixed_plan(specs, world_size, 3), optimizer=OPTIMIZERS[kind])
+
+
+def train(bags: Any, rows: dict[str, int], rank: int, world_size: int, steps: range) -> None:
+    for step in steps:
+        kjt = random_kjt(rows, 6, 17 * step + rank)
+        (bags(kjt).values().tanh().sum() / 6).backward()
+
+
+def both(rank: int, world_size: int, folder: str, kind: str) -> dict[str, torch.Tensor]:
+    whole = model_of(NEW, world_size, kind)
+    train(whole, OLD, rank, world_size, range(4))
+    train(whole, NEW, rank, world_size, range(4, 8))
+    first = model_of(OLD, world_size, kind)
+    train(first, OLD, rank, world_size, range(4))
+    oper.save_checkpoint(folder, first, first.fused_optimizer, {"step": 4}, chunk_bytes=256)
+    second = model_of(NEW, world_size, kind)
+    with pytest.raises(OperError, match="grown=True"):
+        oper.load_checkpoint(folder, second, second.fused_optimizer)
+    assert oper.load_checkpoint(folder, second, second.fused_optimizer, grown=True) == {"step": 4}
+    train(second, NEW, rank, world_size, range(4, 8))
+    small = model_of(OLD, world_size, kind)
+    oper.save_checkpoint(f"{folder}-new", second, second.fused_optimizer)
+    with pytest.raises(OperError, match="or fewer rows"):
+        oper.load_checkpoint(f"{folder}-new", small, small.fused_optimizer, grown=True)
+    return {f"{name}/{key}": value for name, model in (("whole", whole), ("second", second))
+            for key, value in flat({"model": model.state_dict(),
+                                    "optimizer": model.fused_optimizer.state_dict()}).items()}
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_resumes_with_more_rows(world_size: int, kind: str, tmp_path: Path) -> None:
+    found = run_ranks(both, world_size, str(tmp_path / "saved"), kind)
+    names = {n.removeprefix("whole/") for n in found if n.startswith("whole/")}
+    assert any("exp_avg_sq" in n or "momentum1" in n for n in names)
+    for name in names:
+        assert_bitwise(found[f"second/{name}"], found[f"whole/{name}"], name)
+
+
+def renumbered(rank: int, world_size: int, folder: str, kind: str) -> dict[str, torch.Tensor]:
+    """Loading with a re-map and renumbering a model both equal permuted tables."""
+    small, plain, large = (model_of(r, world_size, kind) for r in (OLD, NEW, NEW))
+    train(small, OLD, rank, world_size, range(4))
+    oper.save_checkpoint(folder, small, small.fused_optimizer, chunk_bytes=256)
+    oper.load_checkpoint(folder, plain, plain.fused_optimizer, grown=True)
+    rng = np.random.default_rng(5)
+    remap = {n: np.append(0, 1 + rng.permutation(r - 1)).astype(np.int32) for n, r in NEW.items()}
+    if rank == 0:
+        (Path(folder).parent / "remap").mkdir()
+        for name, rows in remap.items():
+            np.save(Path(folder).parent / "remap" / f"{name}.npy", rows)
+    wanted = states(plain)
+    for name, value in wanted.items():  # row r goes to row remap[r]
+        order = np.argsort(next(m for n, m in remap.items() if f"t{n}" in name))
+        wanted[name] = value if value.dim() == 0 else value[torch.from_numpy(order)]
+    parent = str(Path(folder).parent)
+    oper.load_checkpoint(folder, large, large.fused_optimizer, remap=parent)
+    with pytest.raises(OperError, match="num_rows"):
+        oper.load_checkpoint(folder, small, small.fused_optimizer, remap=parent)
+    oper.migrate(plain, mixed_plan([*plain.tables.specs.values()], world_size, 7), remap=parent)
+    for model in (plain, large):
+        for name, value in states(model).items():
+            assert_bitwise(value, wanted[name], name)
+    with torch.no_grad():  # lookups, from replicas too, find old rows by their new numbers
+        ids = torch.cat([torch.from_numpy(m).long()[:7] for m in remap.values()])
+        kjt = KeyedJaggedTensor(list(NEW), ids, lengths=torch.ones(14, dtype=torch.int32))
+        looked = {"moved/looked": plain(kjt).values().clone(),
+                  "loaded/looked": large(kjt).values().clone()}
+    train(plain, NEW, rank, world_size, range(4, 6))
+    train(large, NEW, rank, world_size, range(4, 6))
+    return looked | {f"{name}/{k}": v for name, model in (("moved", plain), ("loaded", large))
+                     for k, v in states(model).items()}
+
+
+def states(model: Any) -> dict[str, torch.Tensor]:
+    return flat({"model": model.state_dict(),
+                 "optimizer": model.fused_optimizer.state_dict()["state"]})
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_remap_renumbers_rows(world_size: int, kind: str, tmp_path: Path) -> None:
+    found = run_ranks(renumbered, world_size, str(tmp_path / "saved"), kind)
+    for name in (n.removeprefix("loaded/") for n in found if n.startswith("loaded/")):
+        assert_bitwise(found[f"moved/{name}"], found[f"loaded/{name}"], name)
+
+
+# ---- damaged files of torch.save -----------------------------------------------------------------
+
+
+def test_every_flipped_bit_inside_a_record_is_found() -> None:
+    """torch itself loads most of these files without an error."""
+    data = io.BytesIO()
+    torch.save({"weight": torch.arange(40.0), "steps": 3}, data)
+    whole = data.getvalue()
+    check_archive(io.BytesIO(whole), "cannot read it")
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        records = [(r.filename, archive.read(r)) for r in archive.infolist()]
+    tried = loaded = 0
+    for name, content in records:
+        begin = whole.index(content, whole.index(name.encode()))
+        for at in range(begin, begin + len(content), 4):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << at % 8
+            with pytest.raises(FileFormatError, match=r"cannot read it: CRC-32 of record="):
+                check_archive(io.BytesIO(damaged), "cannot read it")
+            tried += 1
+            try:
+                torch.load(io.BytesIO(damaged), weights_only=True)
+                loaded += 1
+            except Exception:  # torch raises whatever the bytes mean
+                continue
+    assert tried > 80 and loaded > 40
+
+
+@pytest.mark.parametrize("size", [0, 30, 200, -1, -40])
+def test_a_truncated_archive_is_refused(size: int) -> None:
+    data = io.BytesIO()
+    torch.save({"weight": torch.arange(40.0)}, data)
+    with pytest.raises(FileFormatError, match="damaged or of another kind"):
+        check_archive(io.BytesIO(data.getvalue()[:size]), "cannot read it")
+
+
+def test_an_archive_without_checksums_is_refused() -> None:
+    data = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.arange(40.0)}, data)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(FileFormatError, match=r"set_crc32_options\(True\)"):
+        check_archive(data, "cannot read it")
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, 64 << 20])
+def test_a_checkpoint_without_a_checksum_file_is_verified(chunk_bytes: int, tmp_path: Path) -> None:
+    """Checkpoints that torch wrote without OPER, in which every value is an archive."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(64, 8), torch.nn.Linear(8, 1))
+    rows = model[0].weight.detach().clone()
+    oper.shard(model, plan=None, optimizer=oper.SGD())
+    oper.save_checkpoint(tmp_path / "c", model, chunk_bytes=chunk_bytes)
+    (tmp_path / "c" / CHECKSUMS).unlink()
+    oper.load_checkpoint(tmp_path / "c", model)
+    file = next((tmp_path / "c").glob("*.distcp"))
+    damage_record(file, rows[:8].numpy().tobytes())
+    with pytest.raises(FileFormatError, match=r"distcp: CRC-32 of record"):
+        oper.load_checkpoint(tmp_path / "c", model)
+    assert torch.equal(model.state_dict()["0.weight"], rows), "the tables are untouched"

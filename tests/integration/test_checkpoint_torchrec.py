@@ -1,7 +1,5 @@
 """Checkpoints between TorchRec's shardings and OPER: weights and row-wise Adagrad's state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Delta checkpoints: contents, resuming, crashes, damage, cost."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dynamic tables: operations with silently wrong results raise the same error on all ranks."""
 
-from __future__ import annotations
-
 import resource
 import threading
 from pathlib import Path
@@ -16,7 +14,7 @@ from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.keys.directories import row_seed
 from tests.integration.test_dynamic_tables import DIM, ROWS, bag, keys_of, shard, step_of
-from tests.key_oracle import first_row
+from tests.references import first_row
 from tests.world_support import run_world
 
 ONE_ROW = oper.DynamicTable(init_bound=0.5)

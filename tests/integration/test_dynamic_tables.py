@@ -1,7 +1,5 @@
 """Dynamic tables in `oper.shard`: rows and states equal plain torch's on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ from oper.plan import uniform_plan
 from oper.shmem.keys.directories import row_seed
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from tests.integration import module_support
-from tests.key_oracle import Oracle, first_row
-from tests.optimizer_formulas import first_states, update_rows
+from tests.references import Oracle, first_row, first_states, update_rows
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 

@@ -1,7 +1,5 @@
 """`oper.shard` with replica groups in a real world: models, checkpoints, and what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """`oper.publish` and `oper.attach`: outputs equal the model's, from any source of weights."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

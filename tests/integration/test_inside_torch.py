@@ -1,7 +1,5 @@
 """Sharded modules with torch.compile, export, activation checkpoints, autocast and GradScaler."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`oper.row_stats`: hot keys of dynamic tables get their own tiers from the directories' counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.replanning import learned
 from oper.stats import AccessStats
 from tests.integration.module_support import shard
-from tests.key_oracle import Oracle
+from tests.references import Oracle
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 

@@ -1,7 +1,5 @@
 """TorchRec plans: export, import, OPER as TorchRec's planner, and plans of TorchRec's planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

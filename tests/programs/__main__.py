@@ -4,8 +4,6 @@ Prints the outcomes of every action and, for each kind of failure, the smallest 
 was found, as Python text for ``--run FILE``. Exits with status 1 if any program failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

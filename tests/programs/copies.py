@@ -1,7 +1,5 @@
 """Actions that save, load, copy and move whole models."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -4,8 +4,6 @@ docs/reference/what-changes.md has the same list with reasons; a test compares n
 An action that meets a difference names it in its `Action`.
 """
 
-from __future__ import annotations
-
 NO_GRAD, SNAPSHOTS, NO_STORAGE, NOT_REPLACED, DTYPE, NO_PICKLE = range(1, 7)
 COLLECTIVE, BATCH, MODULES, FROZEN_TOGETHER, ENDS, THREADS, NO_RESHARD = range(7, 14)
 

@@ -3,8 +3,6 @@
 Most of them remove code that makes a sharded module behave like the unsharded one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A model is a dict that prints as a Python literal, so that the text of a failing
 to run it again. Sharded and unsharded models are built from the same data and have equal weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,10 +2,8 @@
 
 A row of `KINDS` adds an optimizer: OPER's class, the class for ``apply_optimizer_in_backward``
 (None = there is none), and the arguments from which to draw. The formula is that of
-`tests.optimizer_formulas.update_rows`.
+`tests.references.update_rows`.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

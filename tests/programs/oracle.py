@@ -1,7 +1,5 @@
 """Runs a program on both sides and compares them after every action."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 import warnings

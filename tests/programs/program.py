@@ -1,7 +1,5 @@
 """Programs: a model, an optimizer, a plan and a list of actions, all plain data."""
 
-from __future__ import annotations
-
 import pprint
 from collections.abc import Collection
 from dataclasses import dataclass, field

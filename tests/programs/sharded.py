@@ -1,7 +1,5 @@
 """The sharded side of a program."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

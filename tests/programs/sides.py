@@ -4,7 +4,7 @@ one.
 Actions are written once, against the common interface of both sides, like a user's program. The
 unsharded side computes the batches of all ranks in one process and takes the mean of their losses.
 While gradients are accumulated, it updates the rows that were looked up by the formulas of
-`tests.optimizer_formulas`; ``sparse=True``, which changes nothing else, shows which rows these are.
+`tests.references`; ``sparse=True``, which changes nothing else, shows which rows these are.
 With 16-bit tables they are the rows whose gradient is not 0.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.optimizer_formulas import first_states, update_rows
 from tests.programs import optimizers
 from tests.programs.models import (
     Batch,
@@ -29,6 +28,7 @@ from tests.programs.models import (
     tables_of,
     tensors_of,
 )
+from tests.references import first_states, update_rows
 
 DENSE_LR = 0.05
 

@@ -4,8 +4,6 @@ An action is a function of a side and of drawn arguments, which returns what a u
 written once and run on both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

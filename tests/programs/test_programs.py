@@ -4,8 +4,6 @@ The long profile: ``python -m tests.programs --seeds 0:20000``, and ``--world-si
 0:2000``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Actions that run the model: training, evaluation, hooks, errors in the middle."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

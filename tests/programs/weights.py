@@ -1,7 +1,5 @@
 """Actions on tables as parameters: reading, writing, freezing, replacing, counting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Two ranks need two processes in one gloo group. Starting them takes seconds, so 
 programs and are replaced only if a program has ended them.
 """
 
-from __future__ import annotations
-
 import gc
 import tempfile
 import time

@@ -1,32 +1,39 @@
-"""Pages of statistics and benchmark records, also in a browser if one is installed."""
-
-from __future__ import annotations
+"""Pages of statistics, benchmarks and plans; what-if; simulation."""
 
 import html
 import json
 import re
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from oper import cli
 from oper.analysis import Collector, distance
 from oper.cli import main
+from oper.data import SyntheticLog, write_synthetic_log
 from oper.data.generate.generator import workload_from_dict
 from oper.data.generate.lookups import count_workload
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.plan import Plan
 from oper.report.bench_page import bench_page, load_record
 from oper.report.drift_page import drift_page, drifts
-from oper.report.plan_page import page as plan_page
+from oper.report.plan_page import page as plan_page, write_page
 from oper.report.run_page import load_metrics, run_page
+from oper.report.simulation import folder_batches
 from oper.report.stats_page import stats_page
 from oper.search import make_plan, make_problem
+from oper.search.explain.what_if import changed_problem, parse_change
+from oper.search.planner import plan_problem
 from oper.search.problem.presets import topology_preset
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
-from tests.support import check_page
+from oper.topology import Costs, Domain, Topology
+from tests.support import check_page, read_trace, run_command
 
 BROWSER = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -265,3 +272,264 @@ def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessS
     assert legends and max(legends) <= width - 16 and text_height >= 8, "to be read on a phone"
     assert covered > 0.01, "there is something to see"
     assert (brightness < 0.75) if dark else (brightness > 0.85)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+TOPOLOGY = """name = "mine"
+[[domain]]
+copies = 4
+memory_bytes = "12MB"
+read_gbps = 2000
+cache_gbps = 4000
+cache_bytes = "1MB"
+link_gbps = 100
+[costs]
+phase_us = 2.0
+"""
+NUM_TABLES = 5
+
+
+def topology(memory_bytes: int = 12_000_000) -> Topology:
+    return Topology("mine", tuple(
+        Domain((r,), 0, memory_bytes, 2000.0, 4000.0, 1_000_000, 100.0, 100.0)
+        for r in range(4)), Costs(phase_us=2.0))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A plan, its statistics and its topology."""
+    specs, stats = [], {}
+    for k in range(NUM_TABLES):
+        rows = 2000 * (k + 1)
+        counts = np.rint(1e6 / np.arange(1, rows + 1)).astype(np.int64)
+        name = "<b>&t0" if k == 0 else f"t{k}"
+        specs.append(TableSpec(name, rows, 64, (f"f{k}",)))
+        stats[name] = TableStats.from_counts(rows, np.arange(rows), counts, (
+            np.array([1]), np.array([int(counts.sum())])))
+    AccessStats(1_000_000, stats, "generated", True).save(tmp_path / "stats.npz")
+    (tmp_path / "mine.toml").write_text(TOPOLOGY)
+    plan = make_plan(specs, AccessStats.load(tmp_path / "stats.npz"), topology(), batch_size=1024)
+    plan.save(tmp_path / "plan.json")
+    return {"plan": str(tmp_path / "plan.json"), "stats": str(tmp_path / "stats.npz"),
+            "topology": str(tmp_path / "mine.toml")}
+
+
+def explain(files: dict[str, str], *words: str) -> int:
+    return run_command("explain", files["plan"], "--stats", files["stats"], "--topology",
+                       files["topology"], *words)
+
+
+def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
+    target = tmp_path / "plan.html"
+    assert explain(files, "--html", str(target)) == 0
+    text = target.read_text()
+    check_page(text)
+    assert text.count("<svg") == 4 and not re.search("<b>|<iframe|<img|<object", text)
+    plan, words = Plan.load(files["plan"]), html.unescape(text)
+    for part in (f"{plan.lower_bound_us:,.1f} us", "imbalance", "forward", "rank", "update",
+                 "share of lookups", "replicated", "<b>&t0", "Bytes by link",
+                 "own memory", "out, within the host"):
+        assert part in words, part
+    for k in range(1, NUM_TABLES):
+        assert re.search(rf"<text[^>]*>t{k}</text>", text)  # a label of the placement map
+    assert f"{plan.lower_bound_us:.1f} us" in capsys.readouterr().out
+
+
+def test_equal_plans_give_equal_pages(files, tmp_path) -> None:
+    for name in ("a.html", "b.html"):
+        explain(files, "--html", str(tmp_path / name))
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_the_verb_loads_no_plotting_without_a_page(files) -> None:
+    code = ("import sys; from oper.cli import main; "
+            f"assert main(['explain', {files['plan']!r}, '--stats', {files['stats']!r}, "
+            f"'--topology', {files['topology']!r}]) == 0; "
+            "assert not {'matplotlib', 'jinja2'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_missing_package_is_named(files, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingDependencyError, match=r"jinja2.*oper\[report\]"):
+        explain(files, "--html", str(tmp_path / "x.html"))
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_what_if_compares_before_and_after(files, capsys) -> None:
+    assert explain(files, "--what-if", "link=x0.25", "--what-if", "batch=2048", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["what_if"]
+    before, after = found["before"], found["after"]
+    assert found["changes"] == ["link=x0.25", "batch=2048"]
+    assert (before["batch_size"], after["batch_size"]) == (1024, 2048)
+    assert before["lower_bound_us"] <= before["planned_step_us"] <= before["step_us"] * (1 + 1e-9)
+    assert after["step_us"] > before["step_us"]
+    assert after["lower_bound_us"] > before["lower_bound_us"]
+    assert explain(files, "--what-if", "link=x0.25") == 0
+    out = capsys.readouterr().out
+    assert "what if link=x0.25" in out and "before" in out
+    line = next(x for x in out.splitlines() if x.startswith("  this plan  "))
+    assert line.rstrip().endswith("%") and "+" in line
+
+
+def test_what_if_reports_infeasibility(files, capsys) -> None:
+    assert explain(files, "--what-if", "memory=-98%", "--json") == 0
+    after = json.loads(capsys.readouterr().out)["what_if"]["after"]
+    assert after["fits"] is False and after["planned_step_us"] is None
+    assert explain(files, "--what-if", "memory=-98%") == 0
+    assert "infeasible" in capsys.readouterr().out
+
+
+def test_changes_scale_what_they_name() -> None:
+    base = replace(topology(), source="measured")
+    made, batch = changed_problem(base, 1000, [parse_change(x) for x in (
+        "memory=+10%", "read=x2", "cross=-50%", "batch=+5%")])
+    d = made.domains[3]
+    assert d.memory_bytes == pytest.approx(1.1 * 12_000_000) and batch == 1050
+    assert (d.read_gbps, d.cache_gbps, d.link_gbps, d.cross_gbps) == (4000.0, 8000.0, 100.0, 50.0)
+    assert made.source == "assumed" and made.name == "mine memory=+10% read=x2 cross=-50%"
+    assert changed_problem(base, 1000, [parse_change("batch=7")]) == (base, 7)
+
+
+@pytest.mark.parametrize("text", ["memory", "memory=10", "memory=+x%", "speed=+10%", "link=-100%",
+                                  "batch=0", "read=x0", "memory=4096"])
+def test_invalid_changes_are_named(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="what-if"):
+        parse_change(text)
+
+
+def test_page_shows_host_memory_and_copies_per_host(tmp_path) -> None:
+    rng = np.random.default_rng(1)
+    specs = [TableSpec(f"t{k}", 4000, 16, (f"f{k}",)) for k in range(3)]
+    weight = np.arange(1, 4001, dtype=float) ** -1.1
+    counts = np.rint(weight / weight.sum() * 200_000).astype(np.int64)
+    stats = AccessStats(200_000, {s.name: TableStats.from_counts(
+        4000, rng.permutation(4000), counts, (np.array([1]), np.array([200_000])))
+        for s in specs}, "generated", True)
+    domains = tuple(Domain((r,), r // 2, 1_000_000, 2000.0, 4000.0, 1 << 20, 100.0, 10.0)
+                    for r in range(4))
+    machine = Topology("two hosts", domains, Costs(phase_us=2.0), host_memory_bytes=10**7,
+                       host_gbps=20.0)
+    held = {"tables": {"t0": {"pinned": [
+        {"rows": [0, 500], "place": "replicated", "ranks": [1, 2]},
+        {"rows": [2000, 4000], "place": "striped", "ranks": [0, 1, 2, 3], "memory": "host"}]}}}
+    problem = make_problem(specs, stats, machine, batch_size=256, constraints=held)
+    write_page(tmp_path / "plan.html", plan_problem(problem), problem)
+    page = (tmp_path / "plan.html").read_text()
+    assert "copy per host" in page and page.count("host memory") >= 3
+
+
+# ---- simulation ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A small preprocessed log, its statistics, and plans for two ranks and for two servers."""
+    here = tmp_path_factory.mktemp("simulate")
+    write_synthetic_log(here / "log.txt", SyntheticLog(num_rows=4000))
+    assert cli.main(["preprocess", "criteo-kaggle", str(here / "log.txt"), "-o",
+                     str(here / "data")]) == 0
+    assert cli.main(["analyze", str(here / "data"), "-o", str(here / "stats.npz")]) == 0
+    for name, machine in (("two", ["this-host"]), ("many", ["h100-2x8"])):
+        assert cli.main(["plan", str(here / "stats.npz"), "--topology", *machine, "--dim", "16",
+                         "--batch-size", "128", "-o", str(here / f"{name}.json")]) == 0
+    return here
+
+
+def simulated(capsys, *words: object) -> dict:
+    capsys.readouterr()
+    assert cli.main(["simulate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_user_features_are_drawn_once_per_request(made: Path, capsys: pytest.CaptureFixture[str]
+                                                  ) -> None:
+    plan, stats = made / "users.json", made / "stats.npz"
+    value = json.loads((made / "two.json").read_text())
+    value["notes"]["samples_per_bag"] = {f"C{k}": 32 for k in range(1, 20)}
+    plan.write_text(json.dumps(value))
+    found = simulated(capsys, plan, "--stats", stats, "--steps", "20")
+    for phase in found["phases"]:
+        assert phase["replayed_bytes"] == pytest.approx(phase["predicted_bytes"], rel=0.05)
+    assert found["replayed_step_us"] == pytest.approx(found["predicted_step_us"], rel=0.1)
+    assert cli.main(["simulate", str(plan), "--trace", str(made / "data")]) == 1
+    assert "does not record which samples share" in capsys.readouterr().err
+
+
+def test_a_trace_of_real_batches(made: Path, capsys) -> None:
+    trace = made / "trace.json"
+    value = simulated(capsys, made / "two.json", "--trace", made / "data", "--steps", 5,
+                      "--trace-out", trace, "--dense-us", 100, "--in-flight", 2)
+    assert value["num_steps"] == 5 and value["world_size"] == 2
+    # One row of 64 bytes is read for every id of 26 columns.
+    assert sum(value["bytes_read"]["rows"].values()) == 5 * 2 * 128 * 26 * 64
+    assert value["bytes_read_total"] == sum(map(sum, value["bytes_by_pair"]))
+    # Statistics of the same log: the prediction is close.
+    assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.05)
+    assert value["timeline_step_us"] > 100
+    events = read_trace(trace)["traceEvents"]
+    assert {e["name"] for e in events if e["ph"] == "X"} >= {
+        "forward", "backward", "update", "dense", "ids ahead"}
+
+
+def test_a_trace_of_bags(tmp_path: Path, capsys) -> None:
+    """Every rank gets the bags of its samples, for columns with one id and with several ids."""
+    lines = [f"{k % 2},{k % 7},{'|'.join(str(x) for x in range(k % 4))}" for k in range(400)]
+    (tmp_path / "log.csv").write_text("\n".join(["label,one,many", *lines]) + "\n")
+    log, data, stats, plan = (str(tmp_path / n) for n in ("log.csv", "data", "s.npz", "p.json"))
+    assert cli.main(["preprocess", "csv", log, "-o", data, "--label", "label", "--sparse",
+                     "one,many:|", "--min-count", "1"]) == 0
+    assert cli.main(["analyze", data, "-o", stats]) == 0
+    assert cli.main(["plan", stats, "--topology", "this-host", "--dim", "16", "-o", plan]) == 0
+    tables = [TableSpec(n, t.num_rows, 16, (n,)) for n, t in AccessStats.load(stats).tables.items()]
+    (first, *_), (whole, *_) = (list(folder_batches(data, "train", tables, size, ranks))
+                                for size, ranks in ((20, 2), (40, 1)))
+    for name in ("one", "many"):
+        for field in ("ids", "lengths"):
+            parts = [getattr(rank[name], field) for rank in first]
+            assert np.array_equal(np.concatenate(parts), getattr(whole[0][name], field))
+    assert whole[0]["many"].lengths.tolist() == [k % 4 for k in range(40)]
+    value = simulated(capsys, plan, "--trace", data, "--batch-size", 20, "--steps", 3)
+    assert sum(value["bytes_read"]["rows"].values()) == 120 * (1 + 1.5) * 64
+
+
+def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
+    words = (made / "many.json", "--stats", made / "stats.npz", "--steps", 3)
+    value = simulated(capsys, *words, "--seed", 5)
+    assert value["world_size"] == 16 and value["bytes_read"]["rows"]["cross host"] > 0
+    assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.15)
+    # Distinct rows are sent between servers, with half the bits if requested. The GPUs of a server
+    # read each other's memory.
+    sent = value["bytes_sent"]
+    assert all([*by] == ["cross host"] for by in sent.values())
+    assert 0 < sent["rows"]["cross host"] < value["bytes_read"]["rows"]["cross host"]
+    half = simulated(capsys, *words, "--seed", 5, "--message-bits", "16,32", "--clipped", "*")
+    half = half["bytes_sent"]
+    assert half["rows"]["cross host"] * 2 == sent["rows"]["cross host"]
+    assert half["row_ids"] == sent["row_ids"] and "squares" not in half  # no column pieces
+    assert half["gradient_rows"] == sent["gradient_rows"]
+    assert cli.main(["simulate", *map(str, words), "--clipped", "nobody"]) == 1
+    assert value == simulated(capsys, *words, "--seed", 5)
+    assert value != simulated(capsys, *words, "--seed", 6)
+    capsys.readouterr()
+    assert cli.main(["simulate", *map(str, words)]) == 0
+    out = capsys.readouterr().out
+    assert "timeline" in out and "cross host" in out and "forward" in out
+
+
+def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> None:
+    plan = str(made / "two.json")
+    other = (made / "two.json").read_text().replace('"features": ["C1"]', '"features": ["other"]')
+    (tmp_path / "other.json").write_text(other)
+    assert cli.main(["simulate", plan]) == 2
+    assert "--trace DIR or --stats FILE" in capsys.readouterr().err
+    for words, text in (
+            ([plan, "--trace", str(made / "data"), "--split", "what"], "split"),
+            ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
+            ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
+            ([plan, "--stats", str(made / "stats.npz"), "--topology", "h100-8"], "world_size=2"),
+            ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "missing features")):
+        capsys.readouterr()
+        assert cli.main(["simulate", *words]) == 1, words
+        assert text in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """One thread: these models are small, and the machine may have few cores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

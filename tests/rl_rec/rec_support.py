@@ -1,7 +1,5 @@
 """Small synthetic logs and batches for tests of recommenders."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CaD-VAE, MultVAE and MacridVAE: equations, losses, interventions and learning."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CDT4Rec: dependencies, equations, losses, and learning of rewards of unlogged actions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

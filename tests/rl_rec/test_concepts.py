@@ -1,18 +1,28 @@
-"""Graphs among concepts reflect users' tastes, not artefacts of counting."""
+"""Graphs among concepts: users' tastes, acyclicity, recovered edges; scores of codes."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
+from oper.errors import InvalidInputError
 from oper.rl_rec import concepts
 from oper.rl_rec.concepts import activity_weights, concepts_from
 from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.disentanglement import disentanglement, scores_of
 from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig
-from oper.rl_rec.models.autoencoders.causal_graph import fit_graph
+from oper.rl_rec.models.autoencoders.causal_graph import (
+    acyclic_support,
+    acyclicity,
+    descendants,
+    fit_graph,
+    is_acyclic,
+    topological_order,
+)
 from oper.rl_rec.models.base import Histories
 
 USERS, PER_CONCEPT = 3000, 150
@@ -154,3 +164,149 @@ def test_the_model_computes_the_labels_that_the_graph_was_fitted_on() -> None:
     torch.testing.assert_close(labels.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(labels.std(0, correction=0), torch.ones(3), atol=1e-3, rtol=0)
     assert torch.equal(fit_graph(labels) != 0, model.adjacency != 0)
+
+
+# ---- graphs: order, descendants, recovered edges -------------------------------------------------
+
+# A chain with a fork: 2 -> 0 -> 3, 0 -> 1, 4 alone.
+TRUTH = torch.zeros(5, 5, dtype=torch.float64)
+TRUTH[2, 0], TRUTH[0, 3], TRUTH[0, 1] = 0.9, -1.2, 0.8
+
+
+def draw_labels(users: int, seed: int) -> torch.Tensor:
+    """Draw labels from u = A' u + noise with noise of variance 1."""
+    noise = torch.randn(users, 5, dtype=torch.float64,
+                        generator=torch.Generator().manual_seed(seed))
+    return torch.linalg.solve(torch.eye(5, dtype=torch.float64) - TRUTH.T, noise.T).T
+
+
+@st.composite
+def supports(draw: Any, acyclic: bool) -> torch.Tensor:
+    n = draw(st.integers(1, 6))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    support = torch.rand(n, n, generator=g) < draw(st.sampled_from([0.1, 0.4, 0.9]))
+    if not acyclic:
+        return support.fill_diagonal_(False)
+    order = torch.randperm(n, generator=g)
+    return support.triu(1)[order][:, order]
+
+
+@given(supports(acyclic=True))
+def test_acyclic_graphs(support: torch.Tensor) -> None:
+    a = support.double() * 2.0
+    assert float(acyclicity(a)) == pytest.approx(0, abs=1e-9)
+    place = {k: at for at, k in enumerate(topological_order(support))}
+    assert all(place[j] < place[k] for j, k in support.nonzero().tolist())
+    n = len(support)
+    paths = torch.linalg.matrix_power(torch.eye(n) + support.float(), n) - torch.eye(n)
+    assert torch.equal(descendants(support), paths > 0)
+    assert torch.equal(acyclic_support(a, 0.1), support)
+
+
+@given(supports(acyclic=False))
+def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
+    assert (float(acyclicity(support.double())) < 1e-9) == is_acyclic(support)
+    weights = support.double() * torch.rand(support.shape, dtype=torch.float64,
+                                            generator=torch.Generator().manual_seed(1))
+    kept = acyclic_support(weights, 0.2)
+    assert is_acyclic(kept) and bool((kept <= (weights >= 0.2)).all())
+    if is_acyclic(weights >= 0.2):
+        assert torch.equal(kept, (weights >= 0.2).fill_diagonal_(False))
+
+
+def test_a_cycle_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"cycle among concepts \[0, 1\]"):
+        topological_order(torch.tensor([[False, True, False], [True, False, True],
+                                        [False, False, False]]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_true_edges_are_recovered(seed: int) -> None:
+    labels = draw_labels(2_000, seed)
+    for order in (None, [2, 0, 4, 1, 3]):
+        found = fit_graph(labels, order=order)
+        assert torch.equal(found != 0, TRUTH != 0)
+        assert torch.allclose(found, TRUTH, atol=0.1)
+
+
+def test_independent_labels_have_no_edges() -> None:
+    assert not fit_graph(torch.randn(2_000, 4, generator=torch.Generator().manual_seed(0))).any()
+    assert not fit_graph(torch.zeros(10, 3)).any()
+    assert fit_graph(torch.ones(5, 1)).tolist() == [[0.0]]
+
+
+def test_labels_that_sum_to_one_still_give_an_acyclic_graph() -> None:
+    """Collinear labels, which models do not produce, give a finite acyclic graph."""
+    shares = torch.rand(500, 4, generator=torch.Generator().manual_seed(3))
+    assert is_acyclic(fit_graph(shares / shares.sum(1, keepdim=True)) != 0)
+
+
+def test_bad_labels_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="labels"):
+        fit_graph(torch.full((3, 2), float("nan")))
+    with pytest.raises(InvalidInputError, match="labels"):
+        fit_graph(torch.zeros(0, 2))
+    with pytest.raises(InvalidInputError, match="order"):
+        fit_graph(torch.zeros(3, 2), order=[0, 0])
+
+
+# ---- DCI and SAP ---------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+FACTORS = RNG.normal(size=(3000, 4)) * [1, 5, 0.1, 2] + 3
+NOISE = RNG.normal(size=(3000, 4, 1))
+
+
+def test_scores_of_importances_by_hand() -> None:
+    told, whole = scores_of(np.array([[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]))
+    first = 1 + (0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
+    assert told == pytest.approx((4 * first + 2 * 1.0) / 6)
+    second = 1 + (math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3) / math.log(3)
+    assert whole == pytest.approx((1.0 + second) / 2)
+    assert scores_of(np.zeros((2, 3))) == (0.0, 0.0)
+
+
+def test_a_code_for_each_factor() -> None:
+    """For any order, scale and rotation of codes, and with additional noise columns."""
+    codes = np.concatenate([FACTORS[:, [2, 0, 3, 1], None] * 7, NOISE, NOISE[::-1]], 2)
+    rotation = np.linalg.qr(RNG.normal(size=(3, 3)))[0]
+    found = disentanglement(codes, FACTORS)
+    for name, value in found.items():
+        assert value == pytest.approx(1, abs=0.05), name
+    turned = disentanglement((codes - codes.mean(0)) / codes.std(0) @ rotation, FACTORS)
+    assert turned == pytest.approx(found, abs=0.02)
+
+
+def test_mixed_codes_tell_everything_and_stand_for_nothing() -> None:
+    """Each code is a mean of all factors with the signs of a Hadamard matrix."""
+    pairs = np.array([[1, 1], [1, -1]])
+    mixed = ((FACTORS - FACTORS.mean(0)) / FACTORS.std(0)) @ np.kron(pairs, pairs) / 2
+    found = disentanglement(mixed[..., None], FACTORS)
+    assert found["informativeness"] > 0.99
+    assert found["disentanglement"] < 0.02 and found["completeness"] < 0.02
+    assert found["sap"] < 0.05  # each code explains a quarter of each factor
+
+
+def test_copies_are_disentangled_and_not_complete() -> None:
+    twice = np.concatenate([FACTORS, FACTORS], 1)[..., None]
+    found = disentanglement(twice, FACTORS)
+    assert found["disentanglement"] == pytest.approx(1, abs=0.01)
+    assert found["completeness"] == pytest.approx(1 - math.log(2) / math.log(8), abs=0.01)
+    assert found["sap"] == pytest.approx(0, abs=1e-6)
+
+
+def test_noise_tells_nothing() -> None:
+    found = disentanglement(NOISE, FACTORS)
+    assert found["informativeness"] < 0.01 and found["sap"] < 0.01
+    wide = disentanglement(RNG.normal(size=(400, 4, 90)), FACTORS[:400])  # more numbers than rows
+    assert wide["informativeness"] < 0.1
+    assert np.isfinite(list(disentanglement(np.zeros((50, 3, 2)), FACTORS[:50]).values())).all()
+
+
+@pytest.mark.parametrize(("codes", "factors"), [
+    (NOISE[:, :1], FACTORS), (NOISE[..., 0], FACTORS), (NOISE, FACTORS[:, :1]),
+    (NOISE[:10], FACTORS[:10]), (NOISE[:99], FACTORS), (NOISE * np.nan, FACTORS),
+    (NOISE, FACTORS * 0)])
+def test_what_cannot_be_scored(codes: np.ndarray, factors: np.ndarray) -> None:
+    with pytest.raises(InvalidInputError, match="cannot score codes"):
+        disentanglement(codes, factors)

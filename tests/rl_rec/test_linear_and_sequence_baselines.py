@@ -1,7 +1,5 @@
 """Linear models, iALS, RecVAE, GRU4Rec and losses against direct formulas."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

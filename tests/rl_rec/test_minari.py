@@ -1,7 +1,5 @@
 """Logs of the shop as Minari data sets, checked with Minari."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

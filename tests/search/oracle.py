@@ -1,7 +1,5 @@
 """Slow, readable formulations of the planner's problems, against which the fast ones are tested."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -86,9 +84,8 @@ def some_placements(t: TableProblem, world: int, seed: int, count: int = 40) -> 
     return [out[i] for i in np.random.default_rng(seed).permutation(len(out))[:count]]
 
 
-def best_of_candidates(
-    relaxation: Relaxation, candidates: Sequence[Sequence[Placement]]
-) -> tuple[float, list[int]]:
+def best_of_candidates(relaxation: Relaxation, candidates: Sequence[Sequence[Placement]]
+                       ) -> tuple[float, list[int]]:
     """The best plan that gives each table one of its candidates, by mixed-integer programming.
 
     Everything about a plan adds up over its tables but for two barriers, which whoever pushes, or

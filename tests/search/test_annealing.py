@@ -1,7 +1,5 @@
 """Owners of pushed rows by annealing: results are valid placements with the stated cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

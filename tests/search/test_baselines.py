@@ -1,20 +1,24 @@
 """Peers' plans are valid, fit the memory, follow their method, and are never faster than OPER's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from search_cases import gpus, problem, space_bound, tables_and_stats
 
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
+from oper.search import evaluate, make_problem
 from oper.search.certificate.check import verify_plan
-from oper.search.cost.model import evaluate
+from oper.search.explain.summary import replica_share
 from oper.search.peers.baselines import peers, score_peers
+from oper.search.peers.markov import markov_chain
+from oper.search.peers.programs import coverage_milp, extraction_lp
 from oper.search.planner import plan_problem
+from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
-from oper.search.problem.statement import make_problem
+from oper.search.problem.statement import IDS
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from tests.search.search_cases import counted, gpus, problem, space_bound, tables_and_stats
 
 
 @pytest.mark.parametrize("name", sorted(peers()))
@@ -117,3 +121,121 @@ def test_power_law_statistics_add_up():
     assert stats.num_rows == 3_000_000 and stats.head_ids.size == 64
     assert stats.pooling_factor == pytest.approx(2.5, rel=0.01)
     assert stats.coverage(1_000_000) > 0.8
+
+
+# ---- peers that solve a program or run a Markov chain --------------------------------------------
+
+
+def lookups_by_rank(plan, stated):
+    load = np.zeros(plan.world_size)
+    for t in stated.tables:
+        for tier in plan.table(t.spec.name).tiers:
+            if tier.placement == "owned":
+                part = t.features(tier.start, tier.stop, True)[IDS] * t.spec.row_bytes
+                load[tier.ranks[0]] += part
+    return load
+
+
+def test_recshard_balances_lookups_exactly_where_everything_fits():
+    """Graham's worst case for three ranks: largest-first gives 11 where 9 is optimal."""
+    rng = np.random.default_rng(0)
+    specs = [TableSpec(f"t{k}", 500, 8 * size, (f"f{k}",))
+             for k, size in enumerate((5, 5, 4, 4, 3, 3, 3))]
+    stats = AccessStats(200_000, {s.name: counted(500, 1.0, rng) for s in specs}, "made", True)
+    stated = make_problem(specs, stats, gpus(3), batch_size=256, allow=EVERYTHING)
+    plan = coverage_milp(stated, 0)
+    assert all(len(t.tiers) == 1 and t.tiers[0].placement == "owned" for t in plan.tables)
+    greedy = peers()["largest-first-lookups"](stated, 0)
+    ours, theirs = (lookups_by_rank(p, stated).max() for p in (plan, greedy))
+    assert theirs / ours == pytest.approx(11 / 9)
+
+
+def test_recshard_keeps_hot_rows_fast_and_deals_cold_ones_where_memory_is_short():
+    roomy = problem(5, 3, gpus(2), "inference", allow=EVERYTHING)
+    need = sum(t.spec.num_bytes for t in roomy.tables)
+    tight = problem(5, 3, gpus(2, memory_bytes=0.6 * need), "inference", allow=EVERYTHING)
+    plan = coverage_milp(tight, 0)
+    assert evaluate(plan, tight).fits
+    cut = [t for t in plan.tables if len(t.tiers) == 2]
+    assert cut
+    for entry in cut:
+        hot, cold = entry.tiers
+        assert hot.placement == "owned" and cold.placement == "striped"
+        table = tight.table(entry.table.name)
+        assert table.features(hot.start, hot.stop, True)[IDS] > 0.5 * table.total[IDS] * 0.99
+
+
+def test_recshard_says_when_the_program_is_too_large():
+    assert coverage_milp(problem(100, 3, gpus(128), allow=EVERYTHING), 0) is None
+
+
+def test_ugache_deals_less_to_ranks_with_less_memory():
+    equal = problem(8, 6, gpus(4), "inference")
+    need = sum(t.spec.num_rows * t.spec.row_bytes for t in equal.tables)
+    stated = problem(8, 6, gpus(4, memory_bytes=0.5 * need, slow=2), "inference")
+    plan = extraction_lp(stated, 0)
+    assert evaluate(plan, stated).fits
+    tails = [t.tiers[-1] for t in plan.tables if t.tiers[-1].placement == "striped"]
+    assert tails
+    rows = np.zeros(4)
+    for tier in tails:
+        rows[list(tier.ranks)] += tier.weights or (1,) * len(tier.ranks)
+    assert rows[:2].sum() > 1.1 * rows[2:].sum()
+    # The symmetric closed form deals evenly, which the smaller ranks cannot hold.
+    assert peers()["ugache-replicate-or-partition"](stated, 0) is None
+
+
+def test_ugache_on_equal_ranks_is_the_closed_form():
+    stated = problem(8, 6, gpus(4), "inference")
+    # Links read concurrently with memory, so that some rows are partitioned even if all fit.
+    assert replica_share(extraction_lp(stated, 0), stated)[1] > 0.85
+    need = sum(t.spec.num_rows * t.spec.row_bytes for t in stated.tables)
+    tight = problem(8, 6, gpus(4, memory_bytes=0.5 * need), "inference")
+    linear, closed = (evaluate(f(tight, 0), tight).step_us for f in (
+        extraction_lp, peers()["ugache-replicate-or-partition"]))
+    assert linear == pytest.approx(closed, rel=0.1)
+    for entry in extraction_lp(tight, 0).tables:  # hot rows first, the tail over all ranks
+        assert [t.placement for t in entry.tiers] in (
+            ["replicated"], ["striped"], ["replicated", "striped"])
+
+
+def test_flexshard_replicates_the_rows_that_take_half_of_the_lookups():
+    stated = problem(6, 2, gpus(4), "inference")
+    for entry in peers()["flexshard-top-mass"](stated, 0).tables:
+        table, hot = stated.table(entry.table.name), entry.tiers[0]
+        assert hot.placement == "replicated"
+        assert table.features(0, hot.stop, True)[IDS] >= 0.5 * table.total[IDS] * (1 - 1e-6)
+        before = table.edges[np.searchsorted(table.edges, hot.stop) - 1]
+        assert table.prefix(before)[IDS] < 0.5 * table.total[IDS]
+
+
+# -- the Markov chain ------------------------------------------------------------------------------
+
+
+def test_a_longer_chain_is_never_worse_and_equal_seeds_are_equal():
+    stated = problem(8, 3, gpus(4), allow={"owned", "pull"})
+    steps = [markov_chain(stated, 5, n).step_us for n in (0, 50, 300)]
+    assert steps == sorted(steps, reverse=True) and steps[-1] < 0.8 * steps[0]
+    assert markov_chain(stated, 5, 200).to_text() == markov_chain(stated, 5, 200).to_text()
+    assert markov_chain(stated, 6, 200).to_text() != markov_chain(stated, 5, 200).to_text()
+
+
+def test_the_chain_takes_worse_configurations_on_its_way():
+    """Two equal heavy tables on two ranks: leaving one rank means passing through a worse plan."""
+    stated = problem(6, 1, gpus(3), allow={"owned", "pull"})
+    best = min(markov_chain(stated, s, 1000).step_us for s in range(2))
+    assert best <= plan_problem(stated).step_us * 1.02
+
+
+def test_the_chain_keeps_constraints_and_may_find_nothing():
+    specs, stats = tables_and_stats(6, 4)
+    held = {"tables": {"t1": {"ranks": [1, 2]}, "t2": {"placements": ["owned"]},
+                       "t3": {"tiers": [{"rows": [0, specs[3].num_rows], "place": "owned",
+                                         "ranks": [0]}]}}}
+    stated = make_problem(specs, stats, gpus(4), batch_size=128, constraints=held,
+                          allow=EVERYTHING)
+    plan = markov_chain(stated, 0, 500)
+    assert violations(plan, stated.constraints) == []
+    assert evaluate(plan, stated).step_us == pytest.approx(plan.step_us)
+    assert plan_problem(stated).step_us <= plan.step_us * 1.01
+    assert markov_chain(problem(3, 1, gpus(2, memory_bytes=1000)), 0, 100) is None

@@ -1,14 +1,11 @@
 """Bounds of nodes with limits on pushed pieces: below every plan, and close to the best plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, racked, recomputed, shared, tables_and_stats
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, Tier
@@ -25,7 +22,15 @@ from oper.search.relaxation.pieces import LoadLimits, column_widths
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import LOCAL
 from oper.topology import Domain, Topology
-from tests.search.random_problems import pushing_plan
+from tests.search.search_cases import (
+    gpus,
+    host,
+    pushing_plan,
+    racked,
+    recomputed,
+    shared,
+    tables_and_stats,
+)
 
 
 def alternating(num_ranks: int, per_host: int) -> Topology:

@@ -1,16 +1,47 @@
-"""Bounds are valid or not certified: pins, replica subsets, host memory, overlaps."""
+"""Certificates: bounds are valid or not certified, and contain every cost of the cost model."""
 
-from __future__ import annotations
-
+import ast
+import copy
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from search_cases import (
+
+import oper.search.certificate
+from oper.messages import MessageBits
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search import evaluate, make_plan, make_problem, verify_plan
+from oper.search.certificate.carried import not_certified, problem_digest, with_bound
+from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, REPLICATED, SHARD, hosts_are_alike, outside_space
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
+from oper.search.explain.summary import as_json, summary
+from oper.search.planner import plan_problem, tighten_bound
+from oper.search.pricing.node import (
+    ALL_PUSHED,
+    ONE_TIER,
+    TIERS,
+    TIERS_PUSHED,
+    Configuration,
+    Node,
+    PieceChoice,
+)
+from oper.search.problem.presets import topology_preset
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import NUM_FEATURES, TOUCHED, Problem, TableProblem, with_overlap
+from oper.search.relaxation.relaxation import Relaxation
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Costs
+from tests.search.search_cases import (
     KINDS,
     counted,
     gpus,
+    host,
     racked,
     random_plan,
     shared,
@@ -18,20 +49,6 @@ from search_cases import (
     tables_and_stats,
     with_host_memory,
 )
-
-from oper.messages import MessageBits
-from oper.plan import Piece, Plan, Tier
-from oper.search import make_problem
-from oper.search.certificate.carried import not_certified, problem_digest, with_bound
-from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import hosts_are_alike, outside_space
-from oper.search.explain.summary import as_json, summary
-from oper.search.planner import plan_problem, tighten_bound
-from oper.search.problem.presets import topology_preset
-from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import with_overlap
-from oper.stats import AccessStats
-from oper.tables import TableSpec
 from tests.support import run_command
 
 
@@ -171,3 +188,294 @@ def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:
     # Another batch size: the bound is recomputed.
     value = json.loads(told(plan, "--json", "--batch-size", "512"))
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
+
+
+# ---- the checker: valid plans are certified, edited ones are not ---------------------------------
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[Plan, Problem]:
+    """A plan with tables pushed between hosts, whose proof has a tree with several levels."""
+    specs, stats = tables_and_stats(4, 3, lengths=(20, 50), min_rows=5000)
+    specs = [replace(s, dim=64) for s in specs]
+    problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096, allow=EVERYTHING)
+    plan = tighten_bound(plan_problem(problem, target_gap=0.05), problem, max_work=4200)
+    assert json.dumps(plan.notes["certificate"]).count('"parts"') > 2
+    return plan, problem
+
+
+def test_a_plan_as_made_is_certified(case: tuple[Plan, Problem], tmp_path: Path) -> None:
+    plan, problem = case
+    found = verify_plan(plan, problem)
+    assert found.certified and not found.why and found.num_leaves > 2
+    assert found.lower_bound_us >= plan.lower_bound_us * (1 - 1e-6)
+    assert found.gap <= plan.gap + 1e-6
+    plan.save(tmp_path / "plan.json")
+    assert verify_plan(Plan.load(tmp_path / "plan.json"), problem) == found
+
+
+def _leaf(tree: dict[str, Any]) -> dict[str, Any]:
+    while "parts" in tree:
+        tree = tree["parts"][0]
+    return tree
+
+
+def _higher_price(proof: dict[str, Any]) -> None:
+    prices = _leaf(proof["parts"][-1]["tree"])["prices"]
+    prices.update({k: v * 0.5 for k, v in prices.items()})
+
+
+def _no_half(proof: dict[str, Any]) -> None:
+    next(p for p in proof["parts"] if "parts" in p["tree"])["tree"]["parts"].pop()
+
+
+def _name_classes(proof: dict[str, Any], number: int) -> None:
+    part = proof["parts"][0]
+    part["rows"] = [[*x[:-1], number] if x[0] == "load" else x for x in part["rows"]]
+
+
+def _negative(proof: dict[str, Any]) -> None:
+    prices = _leaf(proof["parts"][0]["tree"])["prices"]
+    prices[next(iter(prices))] = -1.0
+
+
+@pytest.mark.parametrize(("change", "word"), [
+    (_higher_price, "its prices prove"),
+    (_no_half, "cannot be read"),
+    (_negative, "a price of the proof is -1"),
+    (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
+    (lambda p: p.update(parts=[]), "no part of the proof bounds"),
+    (lambda p: _name_classes(p, 99), "cannot be read"),
+    (lambda p: _name_classes(p, -1), "negative class index: -1"),
+    (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
+    (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
+    (lambda p: p.update(problem="0" * 64), "another problem"),
+    (lambda p: p.pop("parts"), "no proof"),
+    (lambda p: _name_classes(p, float("inf")), "cannot be read"),
+    (lambda p: p.update(cutoff_us=float("nan")), "not a number"),
+    (lambda p: p.update(cutoff_us="soon"), "cannot be read"),
+])
+def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
+                                     change: Callable[[dict[str, Any]], None], word: str) -> None:
+    plan, problem = case
+    proof = copy.deepcopy(plan.notes["certificate"])
+    change(proof)
+    found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
+    assert not found.certified and np.isnan(found.gap)
+    assert word in found.why
+
+
+def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
+    """The checker uses the value of a branching: if it is changed, the bound is another."""
+    plan, problem = case
+    proof = copy.deepcopy(plan.notes["certificate"])
+    trees = [p["tree"] for p in proof["parts"] if "load" in p["tree"]]
+    assert trees
+    for tree in trees:
+        tree["at_us"] /= 50.0
+    found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
+    assert not found.certified and "its prices prove" in found.why
+
+
+def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
+    plan, problem = case
+    assert plan.gap > 2e-4
+    between = (plan.step_us + plan.lower_bound_us) / 2
+    found = verify_plan(replace(plan, step_us=between), problem)
+    assert not found.certified and "its placement takes" in found.why
+    higher = replace(plan, lower_bound_us=plan.step_us * 0.9999)
+    assert "its prices prove" in verify_plan(higher, problem).why
+    entry = plan.tables[0]
+    rows = entry.table.num_rows
+    moved = tuple(replace(p, tiers=(Tier(0, rows, "owned", (1,)),)) for p in entry.pieces)
+    edited = replace(plan, tables=(replace(entry, pieces=moved), *plan.tables[1:]))
+    assert "its placement takes" in verify_plan(edited, problem).why
+    # An edited plan with its own step is another plan: the bound holds for it, too.
+    edited = replace(edited, step_us=evaluate(edited, problem).step_us)
+    found = verify_plan(edited, problem)
+    assert found.certified and found.gap > plan.gap
+    other = with_overlap(problem, {"update": 3.0})
+    assert "another problem" in verify_plan(plan, other).why
+
+
+def test_the_checker_shares_nothing_with_the_search() -> None:
+    folder = Path(oper.search.certificate.__file__).parent
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("oper.search"):
+                package = node.module.split(".")[2]
+                assert package in ("problem", "cost", "certificate"), f"{path.name}: {node.module}"
+
+
+def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    specs = [TableSpec(f"t{k}", 2000, 64, (f"f{k}",)) for k in range(3)]
+    _, stats = tables_and_stats(3, 1, min_rows=2000, max_rows=2001)
+    stats = AccessStats(stats.num_samples, {s.name: replace(x, num_rows=2000) for s, x in zip(
+        specs, stats.tables.values(), strict=True)}, "generated", True)
+    stats.save(tmp_path / "stats.npz")
+    from oper.search.problem.presets import topology_preset
+
+    problem = make_problem(specs, stats, topology_preset("h100-2x8"), batch_size=512)
+    plan = plan_problem(problem)
+    plan.save(tmp_path / "plan.json")
+
+    def told(*words: str) -> int:
+        return run_command("verify", tmp_path / "plan.json", "--stats", tmp_path / "stats.npz",
+                           *words)
+
+    assert told() == 0
+    text = capsys.readouterr().out
+    assert "verified" in text and "gap" in text
+    assert told("--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["certified"] and value["bound_us"] >= plan.lower_bound_us * (1 - 1e-6)
+    assert told("--batch-size", "513") == 1
+    assert "not certified: the bound is for another problem" in capsys.readouterr().out
+
+
+# ---- the relaxation, compared with the cost model cost by cost -----------------------------------
+
+FIELDS = [f.name for f in fields(Costs) if f.name != "phase_us"]
+TOPOLOGIES = {"gpus": gpus(4), "hosts": gpus(4, per_host=2), "host": host(3)}
+
+
+def stated(name: str, objective: str, **costs: float) -> Problem:
+    specs, stats = tables_and_stats(3, 4, lengths=(4, 20))
+    none = dict.fromkeys(FIELDS, 0.0)
+    topology = replace(TOPOLOGIES[name], costs=Costs(phase_us=1.0, **{**none, **costs}))
+    return make_problem(specs, stats, topology, objective=objective, batch_size=512,
+                        allow=EVERYTHING)
+
+
+def tiers_of(t: TableProblem, kinds: list[str], world: int, rng: np.random.Generator
+             ) -> tuple[Tier, ...]:
+    """Tiers that end at block edges; pushed rows have one owner, pulled rows are striped evenly."""
+    inner = rng.choice(t.edges[1:-1], len(kinds) - 1, replace=False) if len(kinds) > 1 else []
+    edges = [0, *sorted(int(e) for e in inner), t.spec.num_rows]
+    everyone = tuple(range(world))
+    made = {REPLICATED: lambda a, b: Tier(a, b, "replicated", everyone),
+            SHARD: lambda a, b: Tier(a, b, "striped", everyone),
+            PUSH: lambda a, b: Tier(a, b, "owned", (1,), mode="push")}
+    return tuple(made[kind](a, b) for kind, a, b in zip(kinds, edges, edges[1:], strict=False))
+
+
+def configuration(relaxation: Relaxation, k: int, pieces: tuple[Piece, ...]) -> Configuration:
+    """The same placement as a configuration of the relaxation."""
+    t, parts = relaxation.tables[k], []
+    option = {o.kind: n for n, o in enumerate(relaxation.options)}
+    for piece in pieces:
+        choice = np.zeros(t.blocks.shape[0], np.int64)
+        for tier in piece.tiers:
+            kind = REPLICATED if tier.placement == "replicated" else (
+                PUSH if tier.mode == "push" else SHARD)
+            choice[(t.edges[:-1] >= tier.start) & (t.edges[:-1] < tier.stop)] = option[kind]
+        amount = np.zeros((len(relaxation.options), NUM_FEATURES))
+        np.add.at(amount, choice, t.blocks)
+        pushes = any(x.mode == "push" for x in piece.tiers)
+        mode = (ALL_PUSHED, TIERS_PUSHED)[len(piece.tiers) > 1] if pushes else (
+            ONE_TIER, TIERS)[len(piece.tiers) > 1]
+        width = piece.stop - piece.start
+        parts.append(PieceChoice(width / t.spec.dim, t.spec.dim / width, 0, mode, choice, amount))
+    return tuple(parts)
+
+
+def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """A placement's consumption of the resource rows by the relaxation, and by the cost model."""
+    model = CostModel(problem)
+    relaxation = Relaxation(model)
+    asked = Node(relaxation).resources(np.array([k]), [configuration(relaxation, k, pieces)])[0]
+    tally = model.tally(relaxation.tables[k], pieces, True)
+    return asked[:relaxation.rows.phase_of.size], relaxation.rows.of_tally(tally)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_consumption_of_a_piece_equals_the_cost_model(name, field):
+    rng = np.random.default_rng(FIELDS.index(field))
+    for objective in ("training", "inference"):
+        # Pieces of a table that pushes in other pieces may pay the lesser charge.
+        other = {"push_tier_ns": 1.0} if field == "tier_ns" else {}
+        free = stated(name, objective, **other)
+        dear = stated(name, objective, **other, **{field: 0.7})
+        for kinds in ([REPLICATED], [SHARD], [PUSH], [REPLICATED, SHARD], [REPLICATED, PUSH],
+                      [REPLICATED, SHARD, PUSH]):
+            if PUSH in kinds and objective == "inference":
+                continue  # nothing is pushed there
+            k = int(rng.integers(3))
+            t = free.tables[k]
+            tiers = tiers_of(t, kinds, free.machine.world_size, rng)
+            (none, true_none), (asked, true) = (both(x, k, (Piece(0, t.spec.dim, tiers),))
+                                                for x in (free, dear))
+            # Tabulated partial sums are a lower bound.
+            assert (asked <= true * (1 + 1e-9)).all() and asked == pytest.approx(true, rel=1e-4)
+            if field not in ("warm_share", "wire_ns"):  # of bytes, those of partial sums too
+                assert asked - none == pytest.approx(true - true_none, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_several_pieces_pay_id_streams_and_all_charges(name):
+    rng = np.random.default_rng(3)
+    charges = {"table_us": 3.0, "tier_ns": 2.0, "push_tier_ns": 2.0}
+    for objective in ("training", "inference"):
+        free, dear = (stated(name, objective, id_ns=0.1, **x) for x in ({}, charges))
+        for _ in range(10):
+            k = int(rng.integers(3))
+            t = free.tables[k]
+            if t.spec.dim < 16:
+                continue
+            tiers = tiers_of(t, [REPLICATED, SHARD], free.machine.world_size, rng)
+            pieces = (Piece(0, 8, tiers), Piece(8, t.spec.dim, tiers))
+            asked, true = both(free, k, pieces)
+            more, truly_more = both(dear, k, pieces)
+            # The squares of one piece are not charged.
+            assert (asked <= true + 1e-9).all() and asked == pytest.approx(true, rel=1e-2)
+            assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_directories_of_keys_cost_as_much_in_the_bound_as_in_the_model(name):
+    """Finding, counting, inserting and exchanging keys, term by term; plans with keys are certified
+    as tightly as plans without."""
+    specs, stats = tables_and_stats(3, 4, lengths=(4, 20))
+    share = 0.1
+    dynamic = replace(stats, tables=stats.tables | {
+        n: replace(stats.tables[n], default_share=share) for n in ("t0", "t2")})
+    topology = replace(TOPOLOGIES[name], costs=Costs(
+        phase_us=1.0, key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0))
+    static, keyed = (make_problem(specs, x, topology, batch_size=512) for x in (stats, dynamic))
+    world, near = topology.world_size, keyed.machine.num_near[0]
+    tables = [t for t in keyed.tables if t.default_share is not None]
+    assert [t.spec.name for t in tables] == ["t0", "t2"]
+    ids = sum(t.traffic.num_ids for t in tables)
+    distinct = sum(t.total[TOUCHED] for t in tables)
+    before, after = (CostModel(x).base().rows[:, 0] for x in (static, keyed))
+    added = np.zeros(NUM_ROWS)
+    added[Row.FORWARD_NS] = 20 * ids
+    added[Row.UPDATE_NS] = world / near * (19 * distinct + 630 * share * ids)
+    added[[Row.GRADS, Row.RETURNED]] = 8 * (distinct + share * ids) / near
+    assert after - before == pytest.approx(added)
+    relaxations = [Relaxation(CostModel(x)) for x in (static, keyed)]
+    rows = relaxations[0].rows
+    size = rows.phase_of.size
+    assert relaxations[1].base[:size] - relaxations[0].base[:size] == pytest.approx(
+        rows.of_tally(Tally(np.repeat(added[:, None], world, 1))))
+    plan = make_plan(specs, dynamic, topology, batch_size=512)
+    assert 0.98 * plan.step_us < plan.lower_bound_us <= plan.step_us
+    assert verify_plan(plan, keyed).certified
+
+
+@pytest.mark.parametrize("per_host", [4, 2])
+def test_a_few_pushed_rows_may_be_cheaper_than_tiers_that_are_not_pushed(per_host):
+    """If passes over ids cost less with pushed tiers, few rows are pushed and all others stay."""
+    specs, stats = tables_and_stats(1, 4, lengths=(20,))
+    topology = replace(gpus(4, per_host=per_host), costs=Costs(phase_us=1.0, tier_ns=50.0))
+    problem = make_problem(specs, stats, topology, batch_size=512, allow=EVERYTHING)
+    t, everyone = problem.tables[0], (0, 1, 2, 3)
+    rows = t.spec.num_rows
+    bound = space_bound(problem, max_work=1400)
+    for edge in (1, 5, rows // 2, rows - 1):
+        for last in (Tier(edge, rows, "owned", (1,), mode="push"),
+                     Tier(edge, rows, "striped", everyone)):
+            tiers = (Tier(0, edge, "replicated", everyone), last)
+            plan = Plan(4, (TablePlan(t.spec, (Piece(0, t.spec.dim, tiers),)),), "training", 512)
+            assert bound <= evaluate(plan, problem).step_us * (1 + 1e-9)

@@ -1,25 +1,30 @@
-"""The cost model compared with sums written by hand, rank by rank and row by row."""
-
-from __future__ import annotations
+"""The cost model compared with sums written by hand, single units, and counts of random batches."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, problem, random_plan
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.search.cost.model import evaluate
+from oper.search import evaluate, make_problem
+from oper.search.certificate.leaf import Checker
+from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, REPLICATED, SHARD, row_makers
 from oper.search.cost.tally import KERNEL_WIDTHS
-from oper.search.problem.machine import Term
+from oper.search.problem.machine import GROUPS, Term
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, make_problem
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TOUCHED, TOUCHED_ALL
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import ANY, LOCAL, WHOLE
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs
+from tests.search.search_cases import gpus, host, problem, random_plan
+from tests.search.test_branching import TOPOLOGIES, stated
 
 
 def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32):
@@ -302,3 +307,180 @@ def test_only_the_owner_of_a_whole_pushed_table_asks_nobody() -> None:
     assert forward == pytest.approx([0.0, 64.0]) and backward == pytest.approx([0.0, 64.0])
     forward, backward, _ = compute(asks, 16, Tier(0, 64, "striped", (0, 1), mode="push"))
     assert forward == pytest.approx([64.0] * 2) and backward == pytest.approx([64.0] * 2)
+
+
+# ---- loads of a unit of a table's rows -----------------------------------------------------------
+
+COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
+         "run_ns": 3.0, "refresh_ns": 4.0, "wire_ns": 0.3, "odd_ns": 2.0, "warm_share": 0.4}
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("kind", [REPLICATED, SHARD, PUSH])
+def test_unit_loads_equal_the_cost_model(name, kind):
+    relaxation = Relaxation(CostModel(stated(3, name, costs=COSTS)))
+    model, units = relaxation.model, relaxation.units
+    for by_rank in (False, True):
+        found = [units.loads(units.of(kind)[n], by_rank) for n in (WHOLE, ANY)]
+        _compare(relaxation, kind, found, (lambda x: x) if by_rank else model.machine.on_links)
+
+
+def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
+             on_links: Callable[[np.ndarray], np.ndarray]) -> None:
+    model, units = relaxation.model, relaxation.units
+    world, each = model.machine.world_size, np.arange(NUM_FEATURES)
+    for c, ranks in enumerate(relaxation.classes.ranks):
+        owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
+        owner[each, each, ranks[0]] = 1.0
+        for k, t in enumerate(relaxation.tables):
+            once, twice = (model.loads(row_makers(model)[kind](t, w, owner))
+                           for w in (t.spec.dim, 2 * t.spec.dim))
+            for mine, own in zip(found, (once, 2 * once - twice), strict=True):
+                loads = on_links(own)
+                assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
+                # Other ranks have no other load.
+                assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
+                assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
+                local = model.group_us(own)[..., LOCAL, :].min(axis=-1)
+                seen = units.group_us(mine)[c, k, ..., LOCAL, :].min(axis=-1)
+                assert seen == pytest.approx(local, rel=1e-9, abs=1e-9)
+
+
+def test_own_work_of_ranks_that_send_is_part_of_rows_about_links():
+    """If hosts exchange messages, more own work of all ranks raises such a row further."""
+    rows = {}
+    for name in ("hosts", "gpus"):
+        relaxation = Relaxation(CostModel(stated(1, name, costs={"id_ns": 1.0})))
+        far = [x for x in relaxation.inequalities if x.kind == "spread"]
+        assert far and all(x.spared > 0 for x in far)
+        rows[name] = relaxation.unit[0, relaxation.model.every_pass[0], [x.row for x in far]]
+        every = relaxation.every[relaxation.model.every_pass[0], [x.row for x in far]]
+        forward = [x.at[0] == relaxation.model.phases.index("forward") for x in far]
+        waits = name == "hosts"  # on one host, ranks read each other's memory while they work
+        assert every == pytest.approx([waits * f * (1 + x.spared) * 1e-3
+                                       for f, x in zip(forward, far, strict=True)])
+
+
+def test_all_far_loads_of_the_distinguished_host_have_a_row():
+    problem = stated(1, "hosts")
+    load = 0, GROUPS.index("cross_in")
+    relaxation = Relaxation(CostModel(problem), load)
+    apart = [x for x in relaxation.inequalities if x.kind == "apart"]
+    # Owners receive requests, and send none for their own rows.
+    assert {x.at for x in apart} == {load} | {(p, GROUPS.index(g)) for p in (1, 3)
+                                              for g in ("cross_in", "cross_out")}
+    assert {x.load for x in apart} == {load}
+
+
+@pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
+def test_checker_loads_equal_the_relaxation_for_all_widths(name):
+    problem = stated(2, name, costs=COSTS)
+    relaxation = Relaxation(CostModel(problem))
+    costs = Checker(relaxation.model, None).costs
+    least = np.zeros(costs.partial.shape[2:])
+    implied = costs.implied(least).reshape(least.size, least.size)
+    assert np.count_nonzero(implied) > least.size
+    for n in np.flatnonzero(costs.width >= 8).tolist():
+        blocks = costs.tables[costs.of[n]].blocks
+        load = np.einsum("bf,cfpg->bcpg", blocks[:, IDS:], costs.unit[n])
+        load = np.maximum(load, 0.0).reshape(-1, least.size)
+        assert (implied * load[:, :, None] <= load[:, None] * (1 + 1e-9) + 1e-9).all()
+
+
+# ---- expected counts and random batches ----------------------------------------------------------
+
+WORLD, BATCH, NUM_ROWS, DIM, DRAWS = 3, 24, 40, 8, 3000
+LENGTHS = {"even": ([4], [1.0]), "rare and long": ([0, 1, 60], [0.9, 0.05, 0.05]),
+           "often empty": ([0, 2], [0.8, 0.2])}
+
+
+def case(kind, hot=1.3, rows=NUM_ROWS):
+    lengths, share = LENGTHS[kind]
+    weight = np.arange(1, rows + 1, dtype=float) ** -hot
+    counts = np.rint(weight / weight.sum() * 1e9).astype(np.int64)
+    bags = np.rint(np.array(share) * 1e9 / np.dot(lengths, share)).astype(np.int64)
+    stats = TableStats.from_counts(rows, np.arange(rows), counts, (np.array(lengths), bags))
+    stated = make_problem([TableSpec("t", rows, DIM, ("f",))],
+                          AccessStats(int(bags.sum()), {"t": stats}, "drawn", True),
+                          gpus(WORLD), batch_size=BATCH)
+    return stated, counts / counts.sum(), np.array(lengths), np.array(share)
+
+
+def batches(kind, probability, lengths, share, seed=0):
+    """DRAWS steps: ids looked up by (step, rank, bag, row); int64 [DRAWS, W, B, R] counts."""
+    rng = np.random.default_rng(seed)
+    size = rng.choice(lengths, (DRAWS, WORLD, BATCH), p=share)
+    return rng.multinomial(size, probability)
+
+
+def close(mean, samples):
+    """Whether `mean` is within 5 standard errors of the sampled mean (or too small to be seen)."""
+    error = 5 * samples.std() / np.sqrt(samples.size) + 1e-4 * abs(mean) + 1e-9
+    assert abs(samples.mean() - mean) <= error, (mean, samples.mean(), error)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_features_are_the_means_of_drawn_batches(kind):
+    stated, *law = case(kind)
+    table, drawn = stated.tables[0], batches(kind, *law)
+    for start, stop in ((0, 1), (1, 6), (6, 40), (0, 40)):
+        part = drawn[..., start:stop]
+        found = table.features(start, stop, True)
+        close(found[IDS], part[:, 0].sum(axis=(1, 2)))
+        close(found[TOUCHED], (part[:, 0].sum(axis=1) > 0).sum(axis=-1))
+        close(found[TOUCHED_ALL], (part.sum(axis=(1, 2)) > 0).sum(axis=-1))
+        mass = table.features(start, stop, True)[IDS] / table.total[IDS]
+        close(float(table.traffic.bags_touching(mass)), (part[:, 0].sum(axis=-1) > 0).sum(axis=-1))
+
+
+def test_means_alone_would_count_rare_long_bags_too_often():
+    stated, probability, lengths, share = case("rare and long")
+    found = stated.tables[0].total[TOUCHED]
+    naive = float((1 - (1 - probability) ** (BATCH * np.dot(lengths, share))).sum())
+    assert found < 0.85 * naive
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
+    """Replicated, striped and pulled, owned and pushed rows: counted id by id."""
+    stated, *law = case(kind)
+    tiers = (Tier(0, 4, "replicated", (0, 1, 2)), Tier(4, 20, "striped", (1, 2)),
+             Tier(20, 40, "owned", (2,), mode="push"))
+    plan = Plan(WORLD, (TablePlan(stated.tables[0].spec, (Piece(0, DIM, tiers),)),),
+                batch_size=BATCH)
+    found = evaluate(plan, stated)
+    drawn = batches(kind, *law, seed=1)
+    row, grad, slot = DIM * 4, DIM * 4, 4
+    own = np.full((3, NUM_ROWS), -1)  # owner by (tier, row)
+    own[0, :4] = np.arange(4) % 3  # master copies
+    own[1, 4:20] = np.where(np.arange(16) % 2 == 0, 1, 2)
+    own[2, 20:] = 2
+    touched = drawn.sum(axis=2) > 0  # [DRAWS, W, R]
+    arrive = {name: np.zeros((DRAWS, WORLD)) for name in ("forward", "backward", "update")}
+    leave = {name: np.zeros((DRAWS, WORLD)) for name in arrive}
+
+    def send(phase, source, target, amount):
+        if source != target:
+            leave[phase][:, source] += amount
+            arrive[phase][:, target] += amount
+
+    for reader in range(WORLD):
+        for owner in range(WORLD):
+            pulled = touched[:, reader][:, own[1] == owner].sum(axis=-1)
+            send("forward", owner, reader, pulled * row)
+            send("update", reader, owner, pulled * (grad + slot))
+            masters = touched[:, reader][:, own[0] == owner].sum(axis=-1)
+            send("update", reader, owner, masters * (grad + slot))
+            every = touched.any(axis=1)[:, own[0] == owner].sum(axis=-1)
+            send("update", owner, reader, every * (row + slot))
+            pushed = drawn[:, reader][:, :, own[2] == owner]
+            asked = pushed.sum(axis=(1, 2)) * (slot + 1 / 8)  # and a bit for where bags begin
+            send("forward", reader, owner, asked)
+            sums = (pushed.sum(axis=-1) > 0).sum(axis=-1) * grad
+            send("forward", owner, reader, sums)
+            send("update", reader, owner, sums)  # the owner reduces them
+    for phase in found.phases:
+        for rank in range(WORLD):
+            close(phase.units[Term.LINK_IN, rank], arrive[phase.name][:, rank])
+            close(phase.units[Term.LINK_OUT, rank], leave[phase.name][:, rank])
+        assert not phase.units[Term.CROSS_IN].any()

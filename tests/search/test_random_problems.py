@@ -1,8 +1,6 @@
 """Bounds of problems of every kind: below every plan and every optimum, and accepted by the checker
 of certificates; plans satisfy their problems."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -24,13 +22,16 @@ from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, evaluated, table_plan
 from oper.topology import Topology
 from tests.search.oracle import best_of_candidates, some_placements
-from tests.search.random_problems import QUICK, placed_steps, problems, steps_in_space
 from tests.search.search_cases import (
+    QUICK,
     gpus,
     host,
+    placed_steps,
+    problems,
     racked,
     shared,
     space_bound,
+    steps_in_space,
     tables_and_stats,
     with_host_memory,
 )

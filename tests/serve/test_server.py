@@ -1,7 +1,5 @@
 """The entire server: scores, metrics, invalid requests, overload, failing workers."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import http.server

@@ -1,7 +1,5 @@
 """What a user starts with torchrun on every host: shard, train, save; rank 0 writes what it saw."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

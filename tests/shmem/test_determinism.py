@@ -1,6 +1,4 @@
-"""Bitwise equal results between runs, plans, ranks, thread counts and processors."""
-
-from __future__ import annotations
+"""Bitwise equal results between runs, plans, ranks, thread counts, processors and ways to write."""
 
 import functools
 import itertools
@@ -13,54 +11,42 @@ import torch
 
 from oper.plan import Plan, uniform_plan
 from oper.rows.directory import TableDirectory
+from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Batch,
-    Case,
-    Result,
-    assert_bitwise,
-    dlrm_case,
-    make_batch,
-    make_steps,
-    mixed_plan,
-    open_tables,
-    plans_for,
-    rank_loss,
-    rich_plan,
-    run_ranks,
-    same_bits,
-    train_rank,
-    train_virtual,
-)
+from oper.shmem.library import load
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
+from tests import runtime_support as rs
 from tests.support import pushed
 from tests.world_support import run_world
 
 STEPS = 8
-RWA = OPTIMIZERS["rowwise_adagrad"]
+RWA = rs.OPTIMIZERS["rowwise_adagrad"]
 
 
 @functools.cache
-def baseline(case: Case, world_size: int) -> tuple[list[list[Batch]], Result]:
-    steps = make_steps(case, world_size, STEPS, seed=3)
-    return steps, train_virtual(case, plans_for(case.tables, world_size)["striped"], steps, RWA)
+def baseline(case: rs.Case, world_size: int) -> tuple[list[list[rs.Batch]], rs.Result]:
+    steps = rs.make_steps(case, world_size, STEPS, seed=3)
+    plan = rs.plans_for(case.tables, world_size)["striped"]
+    return steps, rs.train_virtual(case, plan, steps, RWA)
 
 
 @pytest.mark.parametrize("world_size, weighted", [(1, True), (2, False), (2, True), (4, True)])
 def test_plans_of_equal_world_size_are_bitwise_equal(world_size: int, weighted: bool) -> None:
-    case = dlrm_case(weighted=weighted)
+    case = rs.dlrm_case(weighted=weighted)
     steps, want = baseline(case, world_size)
-    plans = plans_for(case.tables, world_size)
-    plans |= {f"mixed{seed}": mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
+    plans = rs.plans_for(case.tables, world_size)
+    plans |= {f"mixed{seed}": rs.mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
     num_replicas = 0
     for name, plan in plans.items():
-        got = train_virtual(case, plan, steps, RWA)
-        same_bits(got, want, f"plan {name}")
+        got = rs.train_virtual(case, plan, steps, RWA)
+        rs.same_bits(got, want, f"plan {name}")
         num_replicas += check_replicas(case, plan, got)
     assert num_replicas > 0
 
 
-def check_replicas(case: Case, plan: Plan, got: Result) -> int:
+def check_replicas(case: rs.Case, plan: Plan, got: rs.Result) -> int:
     """Check that replicas equal their master rows bitwise; returns their number."""
     num_replicas = 0
     for t in case.tables:
@@ -73,7 +59,7 @@ def check_replicas(case: Case, plan: Plan, got: Result) -> int:
                     continue
                 ids = directory.ids_at(torch.arange(tier.start, tier.stop).numpy())
                 copy = got.replicas[t.name, rank][at:at + len(ids)]
-                assert_bitwise(copy, got.weights[t.name][ids], f"{t.name}, replica of rank {rank}")
+                rs.assert_bitwise(copy, got.weights[t.name][ids], f"{t.name}, replica of {rank}")
                 at += len(ids)
                 num_replicas += len(ids)
             assert at == got.replicas[t.name, rank].shape[0]
@@ -82,32 +68,32 @@ def check_replicas(case: Case, plan: Plan, got: Result) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_thread_counts_change_no_bit(world_size: int) -> None:
-    case = dlrm_case(weighted=True)
+    case = rs.dlrm_case(weighted=True)
     steps, want = baseline(case, world_size)
-    plan = plans_for(case.tables, world_size)["mixed0"]
-    rich = rich_plan(case.tables, world_size, 5, columns=True)  # equal to itself alone
-    again = train_virtual(case, rich, steps, RWA)
+    plan = rs.plans_for(case.tables, world_size)["mixed0"]
+    rich = rs.rich_plan(case.tables, world_size, 5, columns=True)  # equal to itself alone
+    again = rs.train_virtual(case, rich, steps, RWA)
     for threads in (1, 2, 3):
-        same_bits(train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
-        same_bits(train_virtual(case, rich, steps, RWA, threads), again, f"{threads}, rich")
+        rs.same_bits(rs.train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
+        rs.same_bits(rs.train_virtual(case, rich, steps, RWA, threads), again, f"{threads}, rich")
 
 
-def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[Result]]:
+def _variant(rank: int, world_size: int, cases: list[rs.Case]) -> tuple[str, list[rs.Result]]:
     results = []
     for case in cases:
-        steps = make_steps(case, 1, STEPS, seed=3)
-        plan = mixed_plan(case.tables, 1, 2)
-        results.append(train_rank(case, plan, steps, RWA, SingleGroup()))
+        steps = rs.make_steps(case, 1, STEPS, seed=3)
+        plan = rs.mixed_plan(case.tables, 1, 2)
+        results.append(rs.train_rank(case, plan, steps, RWA, SingleGroup()))
     return torch.ops.oper.kernel_name(), results
 
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_slow_ranks_change_no_bit(kind: str) -> None:
     """Ranks are delayed at random in every phase; two forward passes may be under way."""
-    case = dlrm_case()
-    steps = make_steps(case, 3, STEPS, seed=3)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 3, STEPS, seed=3)
     plan = (pushed(uniform_plan(case.tables, 3, "striped")) if kind == "push" else
-            mixed_plan(case.tables, 3, 1))
+            rs.mixed_plan(case.tables, 3, 1))
 
     def body(group, seed: int | None) -> list[torch.Tensor]:
         dawdle = random.Random(None if seed is None else 10 * seed + group.rank)
@@ -116,7 +102,7 @@ def test_slow_ranks_change_no_bit(kind: str) -> None:
             if seed is not None and dawdle.random() < 0.5:
                 time.sleep(dawdle.random() * 0.01)
 
-        tables = open_tables(case, plan, group, RWA)
+        tables = rs.open_tables(case, plan, group, RWA)
         found = []
         for first, second in itertools.pairwise(step[group.rank] for step in steps):
             outs = []
@@ -125,42 +111,107 @@ def test_slow_ranks_change_no_bit(kind: str) -> None:
                 wait()
             for out, batch in zip(outs, (first, second), strict=True):
                 found.append(out.detach().clone())
-                rank_loss(out, batch.target).backward()
+                rs.rank_loss(out, batch.target).backward()
                 wait()
         tables.barrier()
         return [*found, *(tables.read(t.name) for t in case.tables)]
 
-    want = run_ranks(3, lambda group: body(group, None))
+    want = rs.run_ranks(3, lambda group: body(group, None))
     for seed in range(2):
-        assert_bitwise(run_ranks(3, lambda group, s=seed: body(group, s)), want, "slow ranks")
+        rs.assert_bitwise(rs.run_ranks(3, lambda group, s=seed: body(group, s)), want, "slow ranks")
 
 
 def test_kernel_variants_are_bitwise_equal() -> None:
     """All instruction sets give equal bits, for all widths, with weights and with 16-bit rows."""
-    plain = dlrm_case()
+    plain = rs.dlrm_case()
     narrow = replace(plain, tables=tuple(
         replace(t, dtype=("float16", "bfloat16")[k % 2]) for k, t in enumerate(plain.tables)))
-    cases = [plain, dlrm_case(weighted=True), narrow]
+    cases = [plain, rs.dlrm_case(weighted=True), narrow]
     ((name, want),) = run_world(1, _variant, cases, env={"OPER_CPU_KERNELS": "generic"})
     assert name == "generic"
     for variant in ("avx2", ""):
         ((name, got),) = run_world(1, _variant, cases, env={"OPER_CPU_KERNELS": variant})
         for a, b in zip(got, want, strict=True):
-            same_bits(a, b, f"kernels {name} and generic")
+            rs.same_bits(a, b, f"kernels {name} and generic")
         if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
             assert name != "generic"
 
 
 def test_a_bag_does_not_depend_on_its_batch() -> None:
     """A bag's bits are the same in any batch, since pooling is in the order of the bag."""
-    case = dlrm_case(max_length=40)
-    batch = make_batch(case, 5, 33)
-    tables = open_tables(case, plans_for(case.tables, 1)["striped"], SingleGroup(), None)
+    case = rs.dlrm_case(max_length=40)
+    batch = rs.make_batch(case, 5, 33)
+    tables = rs.open_tables(case, rs.plans_for(case.tables, 1)["striped"], SingleGroup(), None)
     out = tables.lookup(batch.lookup(case))
     lengths = batch.lengths.reshape(len(case.keys), 33)
     starts = (batch.lengths.cumsum(0) - batch.lengths).reshape(len(case.keys), 33)
     for b in (0, 7, 32):
         parts = [batch.ids[s:s + n] for s, n in zip(starts[:, b].tolist(), lengths[:, b].tolist(),
                                                     strict=True)]
-        one = Batch(lengths[:, b].contiguous(), torch.cat(parts), None, batch.target[:1])
-        assert_bitwise(tables.lookup(one.lookup(case))[0], out[b], f"sample {b} alone")
+        one = rs.Batch(lengths[:, b].contiguous(), torch.cat(parts), None, batch.target[:1])
+        rs.assert_bitwise(tables.lookup(one.lookup(case))[0], out[b], f"sample {b} alone")
+
+
+# ---- results too large for the caches are written past them --------------------------------------
+
+SPECS = [TableSpec("a", 50, 64, ("f",), "sum", optimizer="none"),
+         TableSpec("b", 70, 16, ("g",), "mean", optimizer="none"),
+         TableSpec("c", 30, 48, ("h",), "sum", optimizer="none")]
+BATCH, PART = 1 << 18, 1 << 10  # 128 MiB and 512 KiB of output
+
+
+def _differences(rank: int, world_size: int) -> int:
+    tables = ShardedTables(uniform_plan(SPECS, 1), [("f", "a"), ("g", "b"), ("h", "c")],
+                           SingleGroup(), None)
+    generator = torch.Generator().manual_seed(0)
+    for spec in SPECS:
+        tables.write(spec.name, torch.randn(spec.num_rows, spec.dim, generator=generator))
+    key_of = torch.arange(3)
+    ids = torch.randint(0, 30, (3, BATCH, 2), generator=generator)
+    lengths = torch.full((3 * BATCH,), 2)
+    large = tables.lookup(Lookup(ids.reshape(-1), lengths, key_of, BATCH))
+    row_bytes, cache = large[0].nbytes, torch.ops.oper.last_level_cache_bytes()
+    assert PART * row_bytes < cache / 4 < BATCH * row_bytes  # what is written past the caches
+    differ = 0
+    for at in range(0, BATCH, PART):
+        part = ids[:, at:at + PART].reshape(-1)
+        small = tables.lookup(Lookup(part, lengths[:3 * PART], key_of, PART))
+        differ += int((small.view(torch.int32) != large[at:at + PART].view(torch.int32)).sum())
+    return differ
+
+
+@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
+def test_large_outputs_equal_those_of_small_batches(kernels: str) -> None:
+    assert run_world(1, _differences, env={"OPER_CPU_KERNELS": kernels}) == [0]
+
+
+def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
+    """Wrong elements after two steps of one batch; in the second the kernels know that gradients
+    will not fit the cache. Small integers make every sum exact."""
+    load()
+    cache = torch.ops.oper.last_level_cache_bytes()
+    num_rows = cache * 5 // 4 // (4 * dim) + 1
+    spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
+    tables = ShardedTables(uniform_plan([spec], 1), [("f", "a")], SingleGroup(), SGD(lr=1.0))
+    tables.write("a", torch.zeros(num_rows, dim))
+    tables.flush_replicas()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.randperm(num_rows, generator=generator),
+                     torch.randint(0, num_rows, (num_rows // 2,), generator=generator)])
+    gradient = torch.randint(-8, 9, (ids.numel(), dim), generator=generator).float()
+    batch = rs.bags_of_one(ids)
+    expected = torch.zeros(num_rows, dim).index_add_(0, ids, gradient)
+    wrong = []
+    for step in (1, 2):
+        tables.lookup(batch).backward(gradient)
+        found = torch.empty(num_rows, dim)
+        tables.gather("a", torch.arange(num_rows).numpy(), "rows", slice(0, dim), found)
+        wrong.append(int((found != -step * expected).sum()))
+    tables.close()
+    return wrong
+
+
+@pytest.mark.parametrize("dim", [96, 272])
+@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
+def test_large_gradients_are_equal_in_every_step(kernels: str, dim: int) -> None:
+    assert run_world(1, _wrong_elements, dim, env={"OPER_CPU_KERNELS": kernels}) == [[0, 0]]

@@ -1,7 +1,5 @@
 """Properties of the directory arithmetic, and its agreement with the kernels."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

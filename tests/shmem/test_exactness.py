@@ -1,7 +1,5 @@
 """Sharded training equals the unsharded run, for every plan and world size."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,38 +9,17 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
-from tests.runtime_support import (
-    ALL_OPTIMIZERS,
-    Batch,
-    Case,
-    Result,
-    assert_exact,
-    dlrm_case,
-    initial_weights,
-    make_batch,
-    make_steps,
-    merge_ranks,
-    mixed_plan,
-    open_alone,
-    plans_for,
-    rank_loss,
-    reference_forward,
-    references,
-    rich_plan,
-    same_bits,
-    train_rank,
-    train_virtual,
-)
+from tests import runtime_support as rs
 from tests.world_support import run_world
 
 STEPS = 20
 PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2", "rich1", "rich2")
 
 
-def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Result:
-    steps, fp32, fp64 = references(case, plan.world_size, optimizer, num_steps)
-    got = train_virtual(case, plan, steps, ALL_OPTIMIZERS[optimizer])
-    assert_exact(case, got, fp32, fp64)
+def check(case: rs.Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> rs.Result:
+    steps, fp32, fp64 = rs.references(case, plan.world_size, optimizer, num_steps)
+    got = rs.train_virtual(case, plan, steps, rs.ALL_OPTIMIZERS[optimizer])
+    rs.assert_exact(case, got, fp32, fp64)
     return got
 
 
@@ -52,11 +29,11 @@ def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Res
     *itertools.product((1, 2, 4), ("mixed0", "rich1"), ("sgd",)),
     *itertools.product((1, 4), ("mixed0", "rich1"), ("rowwise_adagrad",))])
 def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer: str) -> None:
-    case = dlrm_case(optimizer)
+    case = rs.dlrm_case(optimizer)
     num_steps = STEPS if world_size == 2 else 8  # errors of many add up alike in any world
     # Tables split by columns on two and four ranks: test_exchange.py.
-    plans = plans_for(case.tables, world_size) | {
-        f"rich{seed}": rich_plan(case.tables, world_size, seed, columns=world_size == 1)
+    plans = rs.plans_for(case.tables, world_size) | {
+        f"rich{seed}": rs.rich_plan(case.tables, world_size, seed, columns=world_size == 1)
         for seed in (1, 2)}
     check(case, plans[plan], optimizer, num_steps)
 
@@ -67,13 +44,13 @@ def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer
 def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRowWiseAdam) -> None:
     """A row-wise state is computed from the complete row, however its columns are split."""
     table = TableSpec("t", 50, 24, ("f",), "sum", optimizer=chosen.name)
-    case = Case((table,), ("f",))
-    steps = make_steps(case, 2, STEPS)
+    case = rs.Case((table,), ("f",))
+    steps = rs.make_steps(case, 2, STEPS)
     split = Plan(2, (TablePlan(table, (
         Piece(0, 8, (Tier(0, 50, "striped", (1, 0)),)),
         Piece(8, 12, (Tier(0, 20, "replicated", (0, 1)), Tier(20, 50, "owned", (1,)))),
         Piece(12, 24, (Tier(0, 50, "owned", (0,)),)))),))
-    a, b = (train_virtual(case, plan, steps, chosen).weights["t"]
+    a, b = (rs.train_virtual(case, plan, steps, chosen).weights["t"]
             for plan in (uniform_plan([table], 2, "striped"), split))
     assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -82,55 +59,55 @@ def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRow
 def test_many_bags_and_long_bags(weighted: bool) -> None:
     """Batches have more bags than a task handles, and bags longer than a block of resolved ids."""
     tables = (TableSpec("t", 9000, 24, ("f",), "sum"), TableSpec("m", 700, 16, ("g",), "mean"))
-    many = Case(tables, ("g", "f"), weighted, max_length=6, base_batch=1500)
-    check(many, mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
-    few = Case(tables, ("f", "g"), weighted, max_length=3000, base_batch=3)
-    check(few, mixed_plan(tables, 2, 2), "rowwise_adagrad", num_steps=4)
+    many = rs.Case(tables, ("g", "f"), weighted, max_length=6, base_batch=1500)
+    check(many, rs.mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
+    few = rs.Case(tables, ("f", "g"), weighted, max_length=3000, base_batch=3)
+    check(few, rs.mixed_plan(tables, 2, 2), "rowwise_adagrad", num_steps=4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_keys_and_bags_that_need_more_than_32_bits(weighted: bool) -> None:
     tables = (TableSpec("t", 1 << 20, 4, ("f", "g"), "sum", optimizer="sgd"),)
-    case = Case(tables, ("g", "f"), weighted, max_length=2, base_batch=4100)
+    case = rs.Case(tables, ("g", "f"), weighted, max_length=2, base_batch=4100)
     check(case, uniform_plan(tables, 2, "striped"), "sgd", num_steps=3)
 
 
 def test_dims_that_are_not_multiples_of_four() -> None:
     tables = tuple(TableSpec(f"t{d}", 50, d, (f"f{d}",), "sum") for d in (1, 2, 3, 5, 17, 31, 1023))
-    case = Case(tables, tuple(f"f{t.dim}" for t in tables))
-    check(case, mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
+    case = rs.Case(tables, tuple(f"f{t.dim}" for t in tables))
+    check(case, rs.mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
 
 
 def test_a_backward_pass_uses_its_own_batch() -> None:
     """Two forward passes precede two backward passes, as in DDP's gradient accumulation."""
-    case = dlrm_case("sgd")
-    (first,), (second,) = make_steps(case, 1, 2)
-    second = make_batch(case, 99, 9)
+    case = rs.dlrm_case("sgd")
+    (first,), (second,) = rs.make_steps(case, 1, 2)
+    second = rs.make_batch(case, 99, 9)
     lr = SGD(lr=0.3)
-    sharded = open_alone(case, lr)
+    sharded = rs.open_alone(case, lr)
     outs = [sharded.lookup(b.lookup(case)) for b in (first, second)]
     for out, batch in zip(outs, (first, second), strict=True):
-        rank_loss(out, batch.target).backward()
-    weights = {n: w.requires_grad_() for n, w in initial_weights(case).items()}
+        rs.rank_loss(out, batch.target).backward()
+    weights = {n: w.requires_grad_() for n, w in rs.initial_weights(case).items()}
     for batch in (first, second):
-        rank_loss(reference_forward(case, weights, batch), batch.target).backward()
+        rs.rank_loss(rs.reference_forward(case, weights, batch), batch.target).backward()
     for name, w in weights.items():
         want = (w - lr.lr * w.grad).detach()
         assert torch.allclose(sharded.read(name), want, rtol=1e-5, atol=1e-5), name
 
 
-def _world_body(rank: int, world_size: int, case: Case, plan: Plan, steps: list[list[Batch]],
-                optimizer: str) -> Result:
-    return train_rank(case, plan, steps, ALL_OPTIMIZERS[optimizer], ProcessGroup())
+def _world_body(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: list[list[rs.Batch]],
+                optimizer: str) -> rs.Result:
+    return rs.train_rank(case, plan, steps, rs.ALL_OPTIMIZERS[optimizer], ProcessGroup())
 
 
 @pytest.mark.parametrize("world_size, plan, optimizer", [
     (2, "mixed0", "lamb"), (4, "mixed1", "rowwise_adagrad")])
 def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: str) -> None:
-    case = dlrm_case(optimizer)
-    chosen = plans_for(case.tables, world_size)[plan]
-    steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
-    got = merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
-    assert_exact(case, got, fp32, fp64)
-    same_bits(got, train_virtual(case, chosen, steps, ALL_OPTIMIZERS[optimizer]),
-              "processes and virtual ranks", replicas=True)
+    case = rs.dlrm_case(optimizer)
+    chosen = rs.plans_for(case.tables, world_size)[plan]
+    steps, fp32, fp64 = rs.references(case, world_size, optimizer, STEPS)
+    got = rs.merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
+    rs.assert_exact(case, got, fp32, fp64)
+    rs.same_bits(got, rs.train_virtual(case, chosen, steps, rs.ALL_OPTIMIZERS[optimizer]),
+                 "processes and virtual ranks", replicas=True)

@@ -1,7 +1,5 @@
 """Virtual ranks without shared memory give bitwise the results of ranks with shared memory."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable
@@ -22,32 +20,11 @@ from oper.shmem.group.transport import ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from oper.topology import Topology
+from tests import runtime_support as rs
 from tests.cuda.emulated import emulate, on_devices, small_case
-from tests.runtime_support import (
-    ALL_OPTIMIZERS,
-    OPTIMIZERS,
-    Batch,
-    Case,
-    Result,
-    assert_bitwise,
-    assert_exact,
-    bags_of_one,
-    dlrm_case,
-    make_batch,
-    make_steps,
-    mixed_plan,
-    open_tables,
-    plans_for,
-    rank_loss,
-    references,
-    rich_plan,
-    run_ranks,
-    same_bits,
-    train_virtual,
-)
 
 DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
-Planner = Callable[[Case, int], Plan]
+Planner = Callable[[rs.Case, int], Plan]
 
 
 class BackEnd(NamedTuple):
@@ -59,12 +36,12 @@ class BackEnd(NamedTuple):
         active: within its block, tables are opened there.
     """
 
-    case: Callable[..., Case]
+    case: Callable[..., rs.Case]
     steps: int
     active: Callable[[], AbstractContextManager[None]]
 
 
-HOST = BackEnd(dlrm_case, 4, nullcontext)
+HOST = BackEnd(rs.dlrm_case, 4, nullcontext)
 
 
 @pytest.fixture
@@ -83,35 +60,36 @@ def on_both(names: str, host: Iterable[Any], device: Iterable[Any]) -> pytest.Ma
 
 
 @functools.cache
-def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str, num_steps: int
-                  ) -> Result:
+def in_one_domain(case: rs.Case, planner: Planner, world_size: int, optimizer: str, num_steps: int
+                  ) -> rs.Result:
     """The reference result of the host back end in a single domain, which is also compared with the
     unsharded run."""
-    steps, fp32, fp64 = references(case, world_size, optimizer, num_steps)
-    one = train_virtual(case, planner(case, world_size), steps, ALL_OPTIMIZERS[optimizer])
-    assert_exact(case, one, fp32, fp64)
+    steps, fp32, fp64 = rs.references(case, world_size, optimizer, num_steps)
+    one = rs.train_virtual(case, planner(case, world_size), steps, rs.ALL_OPTIMIZERS[optimizer])
+    rs.assert_exact(case, one, fp32, fp64)
     return one
 
 
-def check(back_end: BackEnd, case: Case, planner: Planner, optimizer: str,
+def check(back_end: BackEnd, case: rs.Case, planner: Planner, optimizer: str,
           domains: tuple[int, ...]) -> None:
     """Check that several domains give bitwise the results of one, close to the unsharded run."""
     size = len(domains)
-    steps, _, _ = references(case, size, optimizer, back_end.steps)
+    steps, _, _ = rs.references(case, size, optimizer, back_end.steps)
     with back_end.active():
-        several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
-                                domains=domains)
-    same_bits(several, in_one_domain(case, planner, size, optimizer, back_end.steps), replicas=True)
+        several = rs.train_virtual(case, planner(case, size), steps, rs.ALL_OPTIMIZERS[optimizer],
+                                   domains=domains)
+    one = in_one_domain(case, planner, size, optimizer, back_end.steps)
+    rs.same_bits(several, one, replicas=True)
 
 
 @functools.cache
 def placed(name: str) -> Planner:
-    return lambda case, world_size: plans_for(case.tables, world_size)[name]
+    return lambda case, world_size: rs.plans_for(case.tables, world_size)[name]
 
 
 @functools.cache
 def rich(seed: int) -> Planner:
-    return lambda case, world_size: rich_plan(case.tables, world_size, seed, columns=True)
+    return lambda case, world_size: rs.rich_plan(case.tables, world_size, seed, columns=True)
 
 
 PLACED = [("striped", (0, 1)), ("replicated", (0, 1, 0, 1)), ("owned", (0, 1, 2, 3)),
@@ -135,7 +113,7 @@ def test_push_columns_weights_and_optimizers(back_end: BackEnd, optimizer: str,
                                              domains: tuple[int, ...], seeds: tuple[int, ...]
                                              ) -> None:
     """Covers sum and mean pooling; weights and 32-bit ids for every second optimizer."""
-    odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1
+    odd = list(rs.ALL_OPTIMIZERS).index(optimizer) % 2 == 1
     case = replace(back_end.case(optimizer), weighted=odd,
                    id_dtype=torch.int32 if odd else torch.int64)
     for seed in seeds:
@@ -151,21 +129,21 @@ def test_rows_of_16_bits_and_two_rounds_of_squares(back_end: BackEnd, domains: t
     case = replace(case, tables=tuple(
         replace(t, dtype=("float16", "bfloat16", "float32")[k % 3])
         for k, t in enumerate(case.tables)))
-    steps = make_steps(case, len(domains), back_end.steps)
+    steps = rs.make_steps(case, len(domains), back_end.steps)
     for plan, chosen in (
-            (rich_plan(case.tables, len(domains), 1, columns=True),
+            (rs.rich_plan(case.tables, len(domains), 1, columns=True),
              RowWiseAdagrad(lr=0.05, max_row_norm=0.01)),
-            (mixed_plan(case.tables, len(domains), 1), OPTIMIZERS["rowwise_adagrad"])):
-        one = train_virtual(case, plan, steps, chosen)
+            (rs.mixed_plan(case.tables, len(domains), 1), rs.OPTIMIZERS["rowwise_adagrad"])):
+        one = rs.train_virtual(case, plan, steps, chosen)
         with back_end.active():
-            several = train_virtual(case, plan, steps, chosen, domains=domains)
-        same_bits(several, one, replicas=True)
+            several = rs.train_virtual(case, plan, steps, chosen, domains=domains)
+        rs.same_bits(several, one, replicas=True)
 
 
-def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], pooled: bool
+def lookups(group: ThreadGroup, case: rs.Case, plan: Plan, batches: list[rs.Batch], pooled: bool
             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Results of a lookup without gradients and of a training step: weight gradients, a table."""
-    tables = open_tables(case, plan, group, SGD(lr=0.5))
+    tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
     batch = batches[group.rank]
     weights = None if batch.weights is None else batch.weights.clone().requires_grad_()
     call = replace(batch.lookup(case), weights=weights, pooled=pooled)
@@ -187,41 +165,41 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
         back_end: BackEnd, domains: tuple[int, ...], pooled: bool, weighted: bool) -> None:
     tables = (TableSpec("t", 900, 16, ("f", "g"), "sum" if pooled else "none", optimizer="sgd"),
               TableSpec("u", 70, 16, ("h",), "mean" if pooled else "none", optimizer="sgd"))
-    case = Case(tables, ("g", "f", "h"), weighted)
+    case = rs.Case(tables, ("g", "f", "h"), weighted)
     size = len(domains)
-    (batches,) = make_steps(case, size, 1)
-    for plan in (rich_plan(tables, size, 3, columns=True), mixed_plan(tables, size, 4)):
+    (batches,) = rs.make_steps(case, size, 1)
+    for plan in (rs.rich_plan(tables, size, 3, columns=True), rs.mixed_plan(tables, size, 4)):
         def body(group: ThreadGroup, plan: Plan = plan) -> Any:
             return lookups(group, case, plan, batches, pooled)
 
-        one = run_ranks(size, body)
+        one = rs.run_ranks(size, body)
         with back_end.active():
-            several = run_ranks(size, body, domains=domains)
+            several = rs.run_ranks(size, body, domains=domains)
         for (before, *a), (far_before, *b) in zip(one, several, strict=True):
             for x, y in zip(a, b, strict=True):
                 if x is not None and back_end is HOST:
-                    assert_bitwise(x, y, "one domain and several")
+                    rs.assert_bitwise(x, y, "one domain and several")
                 elif x is not None:
                     torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
             # Between domains owners pool pushed tiers without gradients too.
-            assert_bitwise(far_before, b[0], "without gradients")
+            rs.assert_bitwise(far_before, b[0], "without gradients")
             torch.testing.assert_close(far_before, before, rtol=1e-5, atol=1e-6)
 
 
 def test_lookups_of_replicated_plans_are_not_collective() -> None:
     """A lookup without gradients that needs no other domain does not wait for other ranks."""
-    case = dlrm_case("sgd")
+    case = rs.dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "replicated")
 
     def body(group: ThreadGroup) -> torch.Tensor | None:
-        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
         if group.rank == 1:
             return None
         with torch.no_grad():
-            return tables.lookup(make_batch(case, 3, 5).lookup(case)).clone()
+            return tables.lookup(rs.make_batch(case, 3, 5).lookup(case)).clone()
 
-    alone = run_ranks(2, body, domains=(0, 1))[0]
-    assert_bitwise(alone, run_ranks(2, body)[0], "alone")
+    alone = rs.run_ranks(2, body, domains=(0, 1))[0]
+    rs.assert_bitwise(alone, rs.run_ranks(2, body)[0], "alone")
 
 
 def test_rows_are_sent_once_and_bytes_are_counted() -> None:
@@ -230,17 +208,17 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
     table = TableSpec("t", rows, dim, ("f",), "sum", optimizer="sgd")
     tiers = (Tier(0, 20, "replicated", (0, 1)), Tier(20, rows, "striped", (0, 1)))
     plan = Plan(2, (TablePlan(table, (Piece(0, dim, tiers),)),))
-    case = Case((table,), ("f",))
+    case = rs.Case((table,), ("f",))
     # Rank 0 asks rank 1 for rows 21 and 23 (23 three times), reads 22 at home and 4 in its copy.
     ids = [torch.tensor([23, 21, 23, 22, 4, 23]), torch.tensor([5, 21])]
 
     def body(group: ThreadGroup) -> dict[str, list[int]]:
-        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
         tables.sent_bytes(reset=True)
-        tables.lookup(bags_of_one(ids[group.rank])).sum().backward()
+        tables.lookup(rs.bags_of_one(ids[group.rank])).sum().backward()
         return tables.sent_bytes()
 
-    zero, one = run_ranks(2, body, domains=(0, 1))
+    zero, one = rs.run_ranks(2, body, domains=(0, 1))
     assert tuple(zero) == SENT
     row = 4 * dim
     slots = 4  # two of 7 bits, in whole words
@@ -252,6 +230,7 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
     assert zero["headers"] == one["headers"][::-1] and sum(zero["headers"]) == 3 * 1024
     for kind in ("ids", "id_weights", "partial_sums", "bag_gradients", "squares"):
         assert sum(zero[kind] + one[kind]) == 0
+    assert rs.run_ranks(2, body) == [{}, {}], "one domain sends nothing"
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
@@ -260,7 +239,7 @@ def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.Monke
                                                        num_forward: int) -> None:
     """One wait of the cost model (`phase_us`) is two exchanges: headers, then data."""
     spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer="sgd")
-    case = Case((spec,), ("f",))
+    case = rs.Case((spec,), ("f",))
     plan = Plan(2, (TablePlan(spec, (Piece(0, 16, (Tier(0, 60, "owned", (1,), mode=mode),)),)),))
     made, exchange = [0, 0], ThreadTransport.exchange
 
@@ -269,49 +248,42 @@ def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.Monke
         exchange(self, *arguments)
 
     def body(group: ThreadGroup) -> tuple[int, int]:
-        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
         tables.barrier()
         before = made[group.rank]
-        found = tables.lookup(make_batch(case, 3, 5).lookup(case))
+        found = tables.lookup(rs.make_batch(case, 3, 5).lookup(case))
         asked = made[group.rank]
         found.sum().backward()
         return asked - before, made[group.rank] - asked
 
     monkeypatch.setattr(ThreadTransport, "exchange", counted)
-    assert run_ranks(2, body, domains=(0, 1)) == [(num_forward, 2)] * 2
+    assert rs.run_ranks(2, body, domains=(0, 1)) == [(num_forward, 2)] * 2
     found = evaluate(plan, make_problem([spec], None, Topology.of_domains([0, 1]), batch_size=5,
                                         allow=EVERYTHING))
     waits = {p.name: p.fixed_us / found.phases[-1].fixed_us for p in found.phases}
     assert 2 * (waits["request"] + waits["forward"]) == num_forward
 
 
-def test_one_domain_sends_nothing() -> None:
-    case = dlrm_case("sgd")
-    plan = uniform_plan(case.tables, 2, "striped")
-    found = run_ranks(2, lambda g: open_tables(case, plan, g, SGD(lr=0.5)).sent_bytes())
-    assert found == [{}, {}]
-
-
 @pytest.mark.parametrize("bits, error", [
     (16, 2.0**-8), (8, 2.0**-6), ((8, 32), 2.0**-6), ((32, 8), 2.0**-6)], ids=str)
 def test_messages_are_rounded_only_on_request(bits: Any, error: float) -> None:
     """Fewer bits mean fewer bytes; all ranks read the same rows, close to those of exact runs."""
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 2, 3)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 2, 3)
 
     def train(bits: Any) -> tuple[torch.Tensor, int]:
-        plan = replace(mixed_plan(case.tables, 2, 1), message_bits=bits)
+        plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=bits)
 
         def body(group: ThreadGroup) -> tuple[torch.Tensor, int]:
-            tables = open_tables(case, plan, group, SGD(lr=0.5))
+            tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
             for batches in steps:
                 batch = batches[group.rank]
-                rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+                rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
             sent = tables.sent_bytes()
             return tables.read("large"), sum(map(sum, sent.values())) - sum(sent["headers"])
 
-        zero, one = run_ranks(2, body, domains=(0, 1))
-        assert_bitwise(zero[0], one[0], "rows")
+        zero, one = rs.run_ranks(2, body, domains=(0, 1))
+        rs.assert_bitwise(zero[0], one[0], "rows")
         return zero
 
     (exact, all_bytes), (rounded, num_bytes) = train(32), train(bits)
@@ -327,8 +299,8 @@ def test_an_id_out_of_range_releases_the_other_ranks(back_end: BackEnd, domains:
     plan = uniform_plan(case.tables, 4, "striped")
 
     def body(group: ThreadGroup) -> OperError | None:
-        tables = open_tables(case, plan, group, SGD(lr=0.5))
-        batch = make_batch(case, group.rank, 8)
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
+        batch = rs.make_batch(case, group.rank, 8)
         if group.rank == 2:
             batch.ids[batch.lengths.reshape(len(case.keys), -1)[:3].sum()] = 10**9
         try:
@@ -338,19 +310,19 @@ def test_an_id_out_of_range_releases_the_other_ranks(back_end: BackEnd, domains:
         return None
 
     with back_end.active():
-        found = run_ranks(4, body, domains=domains)
+        found = rs.run_ranks(4, body, domains=domains)
     assert isinstance(found[2], InvalidInputError) and "1000000000" in str(found[2])
     for rank in (0, 1, 3):
         assert isinstance(found[rank], PeerLostError) and "rank=2," in str(found[rank])
 
 
 def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
-    case = dlrm_case("sgd")
+    case = rs.dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "striped")
-    batch = make_batch(case, 1, 8)
+    batch = rs.make_batch(case, 1, 8)
 
     def body(group: ThreadGroup) -> str:
-        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
         out = tables.lookup(batch.lookup(case))
         with pytest.raises(OperError) as caught:
             if group.rank == 0:
@@ -361,7 +333,7 @@ def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
             tables.lookup(batch.lookup(case))
         return str(caught.value)
 
-    zero, one = run_ranks(2, body, domains=(0, 1))
+    zero, one = rs.run_ranks(2, body, domains=(0, 1))
     for told in (zero, one):
         assert "rank=1," in told and "the gradient exchange of tables one, tiny" in told
     assert "this rank is not" in one
@@ -370,18 +342,18 @@ def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
 def test_buffers_stop_growing_as_batches_change() -> None:
     """After the largest batch no buffer grows: the process maps no more memory."""
     table = TableSpec("t", 50_000, 64, ("f",), "sum", optimizer="rowwise_adagrad")
-    case = Case((table,), ("f",), base_batch=4000)
+    case = rs.Case((table,), ("f",), base_batch=4000)
     plan = uniform_plan([table], 2, "striped")
 
     def body(group: ThreadGroup) -> list[int]:
-        tables = open_tables(case, plan, group, RowWiseAdagrad())
+        tables = rs.open_tables(case, plan, group, RowWiseAdagrad())
         sizes = []
         for step in range(12):
-            batch = make_batch(case, 10 * step + group.rank, 4000 if step < 4 else 3500)
-            rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+            batch = rs.make_batch(case, 10 * step + group.rank, 4000 if step < 4 else 3500)
+            rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
             with open("/proc/self/statm", encoding="ascii") as file:
                 sizes.append(int(file.read().split()[0]))
         return sizes
 
-    sizes = np.array(run_ranks(2, body, domains=(0, 1)))
+    sizes = np.array(rs.run_ranks(2, body, domains=(0, 1)))
     assert (sizes[:, -1] - sizes[:, 5]).max() * 4096 < 4 << 20

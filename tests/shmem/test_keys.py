@@ -1,7 +1,5 @@
 """Directories of keys: compared with plain dicts, for any ranks and threads, and hostile input."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import resource
@@ -24,7 +22,7 @@ from oper.shmem.keys.places import (
 )
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
-from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
+from tests.references import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
 from tests.world_support import run_world
 
 load()

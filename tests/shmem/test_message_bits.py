@@ -1,34 +1,27 @@
-"""Messages with fewer bits per number: bounded errors, no bias, repeatable results."""
+"""Messages: few bits per number without bias, packed slots, requests for rows that do not exist."""
 
-from __future__ import annotations
-
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from oper.errors import InvalidInputError, OperError, PlanError
-from oper.messages import MessageBits
+from oper.messages import MessageBits, slot_bits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search.variance import relative_variance
+from oper.shmem.exchange.host import _served
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import (
-    assert_bitwise,
-    bags_of_one,
-    dlrm_case,
-    make_steps,
-    open_tables,
-    plans_for,
-    rich_plan,
-    run_ranks,
-    train_virtual,
-)
+from tests import runtime_support as rs
+from tests.fuzz.exchange import peer
 
 LEVELS = 255  # of 8 bits
 
@@ -63,13 +56,13 @@ def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 
         ids = torch.arange(rows if group.rank in senders else 0)
         seen = [torch.zeros(rows, dim)]
         for _ in range(steps):
-            tables.lookup(bags_of_one(ids)).backward(gradient[:ids.numel()])
+            tables.lookup(rs.bags_of_one(ids)).backward(gradient[:ids.numel()])
             seen.append(-tables.read("t"))
         tables.barrier()
         tables.close()
         return [b - a for a, b in pairwise(seen)]
 
-    found: list[torch.Tensor] = run_ranks(len(domains), body, num_threads, domains=domains)[0]
+    found: list[torch.Tensor] = rs.run_ranks(len(domains), body, num_threads, domains=domains)[0]
     return found
 
 
@@ -81,12 +74,12 @@ def looked_up(weights: torch.Tensor, bits: Any, domains: Sequence[int] = (0, 1),
 
     def body(group: ThreadGroup) -> torch.Tensor:
         tables = opened(group, plan, weights)
-        out = tables.lookup(bags_of_one(torch.arange(rows))).detach().clone()
+        out = tables.lookup(rs.bags_of_one(torch.arange(rows))).detach().clone()
         tables.barrier()
         tables.close()
         return out
 
-    found: list[torch.Tensor] = run_ranks(len(domains), body, domains=domains)
+    found: list[torch.Tensor] = rs.run_ranks(len(domains), body, domains=domains)
     return found
 
 
@@ -112,7 +105,7 @@ def step_of(rows: torch.Tensor, bits: int = 8) -> torch.Tensor:
 def test_answers_are_the_nearest_codes(dim: int, bits: int, mode: str) -> None:
     weights = rows_of(300, dim)
     exact, rounded = looked_up(weights, bits, mode=mode)
-    assert_bitwise(exact, weights, "rows at their owner")
+    rs.assert_bitwise(exact, weights, "rows at their owner")
     # Half a step, and the rounding of float32.
     error = (rounded - weights).abs()
     largest = weights.abs().amax(dim=1, keepdim=True)
@@ -141,7 +134,7 @@ def test_16_bits_are_bfloat16_to_nearest() -> None:
     _, answers = looked_up(rows, (16, 32))
     (gradients,) = received(rows, (32, 16))
     for got in (answers, gradients):  # ties aside, of which random numbers have none
-        assert_bitwise(got, wanted, "bfloat16")
+        rs.assert_bitwise(got, wanted, "bfloat16")
 
 
 NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
@@ -182,8 +175,8 @@ def test_codes_and_nonfinite_numbers_are_exact(name: str) -> None:
 @pytest.mark.parametrize("dim", [1, 2])
 def test_rows_of_few_columns_are_exact(dim: int) -> None:
     rows = rows_of(50, dim)
-    assert_bitwise(looked_up(rows, 8)[1], rows, "answers")
-    assert_bitwise(received(rows, 8)[0], rows, "gradients")
+    rs.assert_bitwise(looked_up(rows, 8)[1], rows, "answers")
+    rs.assert_bitwise(received(rows, 8)[0], rows, "gradients")
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -191,7 +184,7 @@ def test_a_single_row_of_one_column_is_unpacked(bits: int) -> None:
     """The message of one row of one column takes a complete word, as many bytes as unpacked."""
     row = torch.tensor([[0.3]])
     wanted = row.bfloat16().float() if bits == 16 else row
-    assert_bitwise(looked_up(row, bits)[1], wanted, "an answer")
+    rs.assert_bitwise(looked_up(row, bits)[1], wanted, "an answer")
     row = torch.tensor([[0.1, 0.9, 0.4]])
     assert (looked_up(row, bits)[1] - row).abs().max() < 2.0**-8
 
@@ -200,8 +193,8 @@ def test_messages_within_a_domain_are_exact() -> None:
     """Ranks 0 and 1 share memory; numbers that rank 1 reads and sends are not rounded."""
     rows = rows_of(100, 32)
     owner, neighbour, far = looked_up(rows, 8, domains=(0, 0, 1))
-    assert_bitwise(owner, rows, "owner")
-    assert_bitwise(neighbour, rows, "neighbour")
+    rs.assert_bitwise(owner, rows, "owner")
+    rs.assert_bitwise(neighbour, rows, "neighbour")
     assert not torch.equal(far, rows)
     for sender, is_exact in ((1, True), (2, False)):
         (got,) = received(rows, 8, domains=(0, 0, 1), senders=(sender,))
@@ -225,18 +218,18 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         tables.flush_replicas()
         number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
         ids = torch.arange(number).repeat(3)
-        out = tables.lookup(bags_of_one(ids, 3))
+        out = tables.lookup(rs.bags_of_one(ids, 3))
         out.backward(rows[:number].repeat(1, 3))
         found = [out.detach().clone(), *(tables.read(n) for n in names)]
         tables.barrier()
         tables.close()
         return found
 
-    out, *left = run_ranks(2, body, domains=(0, 1))[1]
+    out, *left = rs.run_ranks(2, body, domains=(0, 1))[1]
     coded, exact, rounded = out.split(16, dim=1)
-    assert_bitwise(exact, rows, "answers of the exact table")
-    assert_bitwise(rounded, rows.bfloat16().float(), "answers of 16 bits")
-    assert_bitwise(coded, looked_up(rows, 8, mode=mode)[1], "answers of 8 bits")
+    rs.assert_bitwise(exact, rows, "answers of the exact table")
+    rs.assert_bitwise(rounded, rows.bfloat16().float(), "answers of 16 bits")
+    rs.assert_bitwise(coded, looked_up(rows, 8, mode=mode)[1], "answers of 8 bits")
     for name, after in zip(names, left, strict=True):
         assert torch.equal(after, torch.zeros_like(rows)) == (name != "coded"), name
 
@@ -310,7 +303,7 @@ def test_random_numbers_depend_only_on_seed_and_step(bits: int) -> None:
     gradient = rows_of(500, 24)
     first, second = received(gradient, bits, steps=2)
     again = received(gradient, bits, steps=2, num_threads=3)
-    assert_bitwise([first, second], again, "two runs, one and three threads")
+    rs.assert_bitwise([first, second], again, "two runs, one and three threads")
     assert not torch.equal(first, received(gradient, bits, seed=1)[0])
     # The sum of two steps has been rounded to float32; most codes are others all the same.
     step = step_of(gradient, bits)
@@ -320,16 +313,16 @@ def test_random_numbers_depend_only_on_seed_and_step(bits: int) -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4, (8, 32), (32, 8)], ids=str)
 def test_runs_repeat_bit_by_bit(bits: Any) -> None:
     """Runs repeat bitwise under any placement, with push and columns; all ranks read equal rows."""
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 4, 3)
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 4, 3)
     chosen = RowWiseAdagrad(lr=0.05, eps=1e-8)
-    plans = [rich_plan(case.tables, 4, 1, columns=True), plans_for(case.tables, 4)["mixed1"]]
+    plans = [rs.rich_plan(case.tables, 4, 1, columns=True), rs.plans_for(case.tables, 4)["mixed1"]]
     for plan in plans:
         plan = replace(plan, message_bits=bits)
-        one, two = (train_virtual(case, plan, steps, chosen, threads, domains=(0, 1, 0, 2))
+        one, two = (rs.train_virtual(case, plan, steps, chosen, threads, domains=(0, 1, 0, 2))
                     for threads in (1, 3))
         for part in ("outputs", "weights", "states", "replicas"):
-            assert_bitwise(getattr(one, part), getattr(two, part), part)
+            rs.assert_bitwise(getattr(one, part), getattr(two, part), part)
 
 
 # ---- all alike -----------------------------------------------------------------------------------
@@ -342,7 +335,7 @@ def refusals(body: Callable[[ThreadGroup], Any], error: type[OperError]) -> list
             body(group)
         return str(found.value)
 
-    return run_ranks(2, caught, domains=(0, 1))
+    return rs.run_ranks(2, caught, domains=(0, 1))
 
 
 def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
@@ -361,41 +354,101 @@ def test_kernels_with_different_bits_raise_errors() -> None:
         assert tables._exchange is not None
         tables._exchange.bits = MessageBits(16, 32) if group.rank else MessageBits(32, 16)
         tables.handle = tables._create_context()
-        tables.lookup(bags_of_one(torch.arange(9)))
+        tables.lookup(rs.bags_of_one(torch.arange(9)))
 
     for told in refusals(body, OperError):
         assert "message_bits on all ranks" in told
 
 
 def test_a_move_keeps_message_bits() -> None:
-    case = dlrm_case("sgd")
+    case = rs.dlrm_case("sgd")
     plans = [replace(uniform_plan(case.tables, 2, "striped"), message_bits=b) for b in (8, 32)]
 
     def body(group: ThreadGroup) -> None:
-        open_tables(case, plans[0], group, SGD(lr=0.5)).start_migration(plans[1], None)
+        rs.open_tables(case, plans[0], group, SGD(lr=0.5)).start_migration(plans[1], None)
 
     for told in refusals(body, PlanError):
         assert "plan.message_bits=[32, 32], expected [8, 8]" in told
 
     def moved(group: ThreadGroup) -> None:
-        tables = open_tables(case, plans[0], group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plans[0], group, SGD(lr=0.5))
         same = replace(plans[1], message_bits={t.name: 8 for t in case.tables})
         tables.start_migration(same, None)
         tables.close()
 
-    run_ranks(2, moved, domains=(0, 1))
+    rs.run_ranks(2, moved, domains=(0, 1))
 
 
 def test_lookups_for_inference_are_rounded_too() -> None:
-    case = dlrm_case("none")
+    case = rs.dlrm_case("none")
     plan = replace(uniform_plan(case.tables, 2, "striped"), message_bits=8)
-    (batches,) = make_steps(case, 2, 1)
+    (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: ThreadGroup) -> torch.Tensor:
-        tables = open_tables(case, plan, group, None)
+        tables = rs.open_tables(case, plan, group, None)
         return tables.lookup(batches[group.rank].lookup(case)).clone()
 
-    one, far = run_ranks(2, body), run_ranks(2, body, domains=(0, 1))
+    one, far = rs.run_ranks(2, body), rs.run_ranks(2, body, domains=(0, 1))
     for a, b in zip(one, far, strict=True):
         if a.numel():
             assert 0 < (a - b).abs().max() < 0.05
+
+
+# ---- packed slots: the compiled code against a plain loop ----------------------------------------
+
+_SOURCE = Path(__file__).with_name("packing.cpp")
+
+
+def test_slots_of_all_widths(tmp_path: Path) -> None:
+    """No byte outside the packed range is read or written."""
+    compiler, program = shutil.which("g++") or shutil.which("clang++"), tmp_path / "packing"
+    if compiler is None:
+        pytest.skip("no compiler")
+    command = [compiler, "-std=c++20", "-O1", f"-I{_SOURCE.parents[2] / 'csrc'}", str(_SOURCE),
+               "-o", str(program)]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    if subprocess.run([*command, *sanitizers], capture_output=True, check=False).returncode:
+        subprocess.run(command, check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.parametrize("rows, bits", [(1, 1), (2, 1), (3, 2), (256, 8), (257, 9),
+                                        (200_000, 18), (2**31, 31)])
+def test_bits_of_a_slot(rows: int, bits: int) -> None:
+    assert slot_bits(rows) == bits and rows - 1 < 2**bits
+
+
+# ---- requests for rows that do not exist ---------------------------------------------------------
+# A rank of another memory domain makes them: an error, never a crash. Messages of training steps
+# are fuzzed in tests/fuzz/exchange.py.
+
+
+@pytest.mark.parametrize("part, piece, slots", [
+    (b"rows", 0, [0, 10]), (b"rows", 0, [-1]), (b"rows", 7, [0]), (b"\xff", 0, [0])])
+def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: list[int]) -> None:
+    shards = [torch.zeros(10, 4)]
+
+    def serve(name: str, number: int) -> torch.Tensor:
+        assert name == "rows"
+        return shards[number]
+
+    with pytest.raises(OperError, match="that do not exist"):
+        _served(serve, (part, piece), torch.tensor(slots), slice(0, 4))
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(0, 4)).numel() == 16
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(1, 3)).numel() == 8
+    for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
+        with pytest.raises(OperError, match="that do not exist"):
+            _served(serve, (b"rows", 0), torch.tensor([9]), columns)
+
+
+def test_packed_slots_that_do_not_exist() -> None:
+    """Rank 1 requests the first rows of a table of 40 rows, not all of which rank 0 owns."""
+    heads, bits = 1024, slot_bits(40)
+    peer().step(peer().recorded)
+    for slot in (2**bits - 1, 30):
+        data = bytearray(peer().recorded)
+        word = int.from_bytes(data[heads:heads + 4], "little") >> bits << bits | slot
+        data[heads:heads + 4] = word.to_bytes(4, "little")
+        with pytest.raises(OperError, match="has sent invalid data"):
+            peer().step(bytes(data))

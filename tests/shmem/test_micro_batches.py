@@ -1,6 +1,4 @@
-"""Batches trained in parts: the results of complete batches, and one update or none."""
-
-from __future__ import annotations
+"""Batches trained in parts, and gradients accumulated for one update: as complete batches."""
 
 import gc
 import os
@@ -14,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import oper
 from oper.errors import InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
@@ -21,40 +20,27 @@ from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
-from tests.optimizer_formulas import EVERY
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Batch,
-    Case,
-    assert_bitwise,
-    assert_near,
-    dlrm_case,
-    make_batch,
-    mixed_plan,
-    open_alone,
-    open_tables,
-    read_all,
-    rich_plan,
-    run_ranks,
-)
+from oper.tables import TableSpec
+from tests import runtime_support as rs
+from tests.references import EVERY
 from tests.world_support import report, world
 
 STEPS = 3
 CLIPPED = RowWiseAdagrad(lr=0.05, eps=1e-8, max_row_norm=0.5)
 
 
-def parts_of(case: Case, rank: int, step: int) -> list[Batch]:
-    return [make_batch(case, 100 * step + 10 * rank + m, size)
+def parts_of(case: rs.Case, rank: int, step: int) -> list[rs.Batch]:
+    return [rs.make_batch(case, 100 * step + 10 * rank + m, size)
             for m, size in enumerate((7, 0 if rank else 12, 5))]
 
 
-def gradient(out: torch.Tensor, batch: Batch) -> torch.Tensor:
+def gradient(out: torch.Tensor, batch: rs.Batch) -> torch.Tensor:
     """A gradient of the output that does not depend on how samples are grouped into parts."""
     return (out.detach() - batch.target if out.shape == batch.target.shape else
             out.detach() * 2 + 1)
 
 
-def one_pass(tables: ShardedTables, case: Case, part: Batch) -> torch.Tensor:
+def one_pass(tables: ShardedTables, case: rs.Case, part: rs.Batch) -> torch.Tensor:
     """Run a forward and a backward pass; returns the lookup's result."""
     out = tables.lookup(part.lookup(case))
     out.backward(gradient(out, part))
@@ -62,14 +48,14 @@ def one_pass(tables: ShardedTables, case: Case, part: Batch) -> torch.Tensor:
 
 
 @pytest.fixture
-def alone() -> tuple[Case, ShardedTables, Batch]:
+def alone() -> tuple[rs.Case, ShardedTables, rs.Batch]:
     """A case, its tables on one rank, and a part of a batch."""
-    case = dlrm_case()
-    return (case, open_alone(case, SGD(lr=0.3)),
+    case = rs.dlrm_case()
+    return (case, rs.open_alone(case, SGD(lr=0.3)),
             parts_of(case, 0, 0)[0])
 
 
-def joined(case: Case, batches: list[Batch]) -> Batch:
+def joined(case: rs.Case, batches: list[rs.Batch]) -> rs.Batch:
     """Concatenate batches, with all samples in order."""
     ids, weights = [], []
     for key in range(len(case.keys)):
@@ -80,8 +66,8 @@ def joined(case: Case, batches: list[Batch]) -> Batch:
             if b.weights is not None:
                 weights.append(b.weights[ends[key]:ends[key + 1]])
     lengths = torch.cat([b.lengths.reshape(len(case.keys), b.size) for b in batches], 1)
-    return Batch(lengths.reshape(-1), torch.cat(ids), torch.cat(weights) if weights else None,
-                 torch.cat([b.target for b in batches]))
+    return rs.Batch(lengths.reshape(-1), torch.cat(ids), torch.cat(weights) if weights else None,
+                    torch.cat([b.target for b in batches]))
 
 
 def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
@@ -98,11 +84,11 @@ def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
             body(k, tables.lookup(batch))
 
 
-def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
+def train(case: rs.Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
           ) -> dict[str, torch.Tensor]:
     """Train in one of four ways and return the rows. `how`: ``"joined"`` (parts concatenated),
     ``"whole"`` (no_sync), ``"parts"`` (micro-batches), ``"ahead"`` (prefetched)."""
-    tables = open_tables(case, plan, group, optimizer)
+    tables = rs.open_tables(case, plan, group, optimizer)
     for step in range(STEPS):
         parts = parts_of(case, group.rank, step)
         if how == "joined":
@@ -110,7 +96,7 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
         batches = [p.lookup(case) for p in parts]
         before = tables.read("large")
 
-        def passes(k: int, out: torch.Tensor, parts: list[Batch] = parts) -> None:
+        def passes(k: int, out: torch.Tensor, parts: list[rs.Batch] = parts) -> None:
             out.backward(gradient(out, parts[k]))
 
         if how in ("joined", "whole"):
@@ -122,48 +108,48 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
             in_parts(tables, batches, how == "ahead", passes)
         assert tables.num_steps == step + 1
         assert not torch.equal(before, tables.read("large"))
-    return read_all(tables)
+    return rs.read_all(tables)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
 @pytest.mark.parametrize("domains", [None, (0, 1), (0, 0, 1)])
 def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -> None:
     """Covers plans of all kinds, with lookups that are prefetched and lookups that are not."""
-    case = dlrm_case(weighted=optimizer == "adam")
+    case = rs.dlrm_case(weighted=optimizer == "adam")
     size = len(domains or (0, 1))
     rule = CLIPPED if optimizer == "clipped" else EVERY[optimizer]
-    for plan in (mixed_plan(case.tables, size, 1), rich_plan(case.tables, size, 3, True)):
-        whole, parts, ahead = (run_ranks(size, lambda g, how=how, plan=plan: train(
+    for plan in (rs.mixed_plan(case.tables, size, 1), rs.rich_plan(case.tables, size, 3, True)):
+        whole, parts, ahead = (rs.run_ranks(size, lambda g, how=how, plan=plan: train(
             case, plan, rule, g, how), domains=domains) for how in ("whole", "parts", "ahead"))
-        assert_near(ahead[0], parts[0], "ahead", 2e-5)
-        assert_bitwise(parts[0], parts[-1], "two ranks")
-        assert_near(parts[0], whole[0], "parts", 2e-5)
+        rs.assert_near(ahead[0], parts[0], "ahead", 2e-5)
+        rs.assert_bitwise(parts[0], parts[-1], "two ranks")
+        rs.assert_near(parts[0], whole[0], "parts", 2e-5)
 
 
 def test_one_rank_and_unpooled() -> None:
-    tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
-    case = replace(dlrm_case(), tables=tables)
-    plan = mixed_plan(tables, 1, 1)
+    tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
+    case = replace(rs.dlrm_case(), tables=tables)
+    plan = rs.mixed_plan(tables, 1, 1)
     whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how)
                     for how in ("whole", "ahead"))
-    assert_near(ahead, whole, "ahead", 2e-5)
+    rs.assert_near(ahead, whole, "ahead", 2e-5)
 
 
 def test_messages_of_eight_bits_are_reproducible() -> None:
-    case = dlrm_case()
-    plan = replace(mixed_plan(case.tables, 2, 1), message_bits=8)
-    runs = [run_ranks(2, lambda g: train(case, plan, EVERY["sgd"], g, "ahead"), domains=(0, 1))
+    case = rs.dlrm_case()
+    plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=8)
+    runs = [rs.run_ranks(2, lambda g: train(case, plan, EVERY["sgd"], g, "ahead"), domains=(0, 1))
             for _ in range(2)]
-    assert_bitwise(runs[0], runs[1], "two runs")
+    rs.assert_bitwise(runs[0], runs[1], "two runs")
 
 
 def test_rows_do_not_change_inside_the_block() -> None:
     """Reads, lookups and barriers inside the block see the old rows; one update follows."""
-    case = dlrm_case()
-    plan = rich_plan(case.tables, 2, 3, True)
+    case = rs.dlrm_case()
+    plan = rs.rich_plan(case.tables, 2, 3, True)
 
     def body(group: Any, looks: bool) -> Any:
-        tables = open_tables(case, plan, group, EVERY["rowwise_adagrad"])
+        tables = rs.open_tables(case, plan, group, EVERY["rowwise_adagrad"])
         parts = parts_of(case, group.rank, 0)
         seen = []
         with MicroBatches([tables]):
@@ -176,22 +162,22 @@ def test_rows_do_not_change_inside_the_block() -> None:
                     seen.append(tables.read("large"))
                     with torch.no_grad():
                         seen.append(tables.lookup(part.lookup(case)))
-                    assert_bitwise(seen[-1], out.detach(), "rows inside")
-        assert_bitwise(seen[::2], seen[:1] * (len(seen) // 2), "rows inside")
+                    rs.assert_bitwise(seen[-1], out.detach(), "rows inside")
+        rs.assert_bitwise(seen[::2], seen[:1] * (len(seen) // 2), "rows inside")
         tables.barrier()
         rows = tables.read("large")
         assert not looks or not torch.equal(rows, seen[0])
         return rows
 
-    assert_bitwise(*(run_ranks(2, lambda g, looks=looks: body(g, looks), domains=(0, 1))
-                     for looks in (False, True)), "looked at and not")
+    rs.assert_bitwise(*(rs.run_ranks(2, lambda g, looks=looks: body(g, looks), domains=(0, 1))
+                        for looks in (False, True)), "looked at and not")
 
 
 def test_prefetched_lookups_end_with_the_update() -> None:
-    case = dlrm_case()
+    case = rs.dlrm_case()
 
     def body(group: Any) -> None:
-        tables = open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
         part = parts_of(case, group.rank, 0)[0]
         with MicroBatches([tables]):
             kept = tables.turns.parts.start(part.lookup(case))
@@ -199,18 +185,18 @@ def test_prefetched_lookups_end_with_the_update() -> None:
         with torch.no_grad():
             old, new = kept.result().looked_up.out, tables.lookup(part.lookup(case))
             assert not torch.equal(old, new)
-            assert_bitwise(tables.lookup(kept.result()), new, "looked up again")
+            rs.assert_bitwise(tables.lookup(kept.result()), new, "looked up again")
 
-    run_ranks(2, body, domains=(0, 1))
+    rs.run_ranks(2, body, domains=(0, 1))
 
 
 @pytest.mark.parametrize("domains", [None, (0, 1)])
 def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> None:
-    case = dlrm_case()
-    plan = rich_plan(case.tables, 2, 3, True)
+    case = rs.dlrm_case()
+    plan = rs.rich_plan(case.tables, 2, 3, True)
 
     def body(group: Any, fails: bool) -> Any:
-        tables = open_tables(case, plan, group, EVERY["rowwise_adagrad"])
+        tables = rs.open_tables(case, plan, group, EVERY["rowwise_adagrad"])
         parts = parts_of(case, group.rank, 0)
         batches = [p.lookup(case) for p in parts]
 
@@ -228,12 +214,12 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
                 in_parts(tables, batches, True, failing)
             tables.barrier()
             assert tables.num_steps == 0
-            assert_bitwise(tables.read("large"), before, "rows after an error")
+            rs.assert_bitwise(tables.read("large"), before, "rows after an error")
         in_parts(tables, batches, True, passes)
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    assert_bitwise(*(run_ranks(2, lambda g, fails=fails: body(g, fails), domains=domains)
-                     for fails in (False, True)), "after an error and without")
+    rs.assert_bitwise(*(rs.run_ranks(2, lambda g, fails=fails: body(g, fails), domains=domains)
+                        for fails in (False, True)), "after an error and without")
 
 
 def test_a_part_that_is_refused_updates_nothing(alone: Any) -> None:
@@ -245,7 +231,7 @@ def test_a_part_that_is_refused_updates_nothing(alone: Any) -> None:
           MicroBatches([tables])):
         one_pass(tables, case, part)
         tables.lookup(bad)
-    assert_bitwise(tables.read("large"), before, "rows")
+    rs.assert_bitwise(tables.read("large"), before, "rows")
     with MicroBatches([tables]):
         one_pass(tables, case, part)
     assert tables.num_steps == 1 and not torch.equal(tables.read("large"), before)
@@ -254,7 +240,7 @@ def test_a_part_that_is_refused_updates_nothing(alone: Any) -> None:
 def test_refusals(alone: Any) -> None:
     case, tables, part = alone
     plan = uniform_plan(case.tables, 1)
-    read_only = open_tables(case, plan, SingleGroup(), None)
+    read_only = rs.open_tables(case, plan, SingleGroup(), None)
     with pytest.raises(InvalidInputError, match="read-only"), MicroBatches([read_only]):
         pass
     with pytest.raises(InvalidInputError, match="no_sync"), tables.no_sync(), MicroBatches(
@@ -287,7 +273,7 @@ def test_ids_must_not_change_while_the_thread_uses_them(alone: Any) -> None:
         begun = tables.turns.parts.start(batch).result()
         batch.ids.zero_()
         tables.lookup(begun)
-    assert_bitwise(tables.read("large"), before, "rows")
+    rs.assert_bitwise(tables.read("large"), before, "rows")
 
 
 @pytest.mark.parametrize("num_passes", [None, 1])
@@ -304,7 +290,7 @@ def test_gradients_must_not_change_while_the_thread_uses_them(
         grad.zero_()
         begin.set()
     assert tables.num_steps == 0
-    assert_bitwise(tables.read("large"), before, "rows")
+    rs.assert_bitwise(tables.read("large"), before, "rows")
 
 
 def test_reads_wait_for_the_update_under_way(alone: Any) -> None:
@@ -318,7 +304,7 @@ def test_reads_wait_for_the_update_under_way(alone: Any) -> None:
     with mock.patch.object(tables, "step", slow), MicroBatches([tables], 1):
         one_pass(tables, case, part)
         inside = tables.read("large")
-    assert_bitwise(inside, tables.read("large"), "rows")
+    rs.assert_bitwise(inside, tables.read("large"), "rows")
 
 
 def test_lookups_without_gradients_detect_changed_ids(alone: Any) -> None:
@@ -332,10 +318,10 @@ def test_lookups_without_gradients_detect_changed_ids(alone: Any) -> None:
 
 
 def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
-    case = dlrm_case()
+    case = rs.dlrm_case()
 
     def body(group: Any) -> None:
-        tables = open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
         part = parts_of(case, group.rank, 0)[0]
         with MicroBatches([tables]):
             begun = tables.turns.parts.start(part.lookup(case))
@@ -345,11 +331,11 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
             with torch.no_grad():
                 want = tables.lookup(part.lookup(case))
             out = tables.lookup(begun.result())
-            assert_bitwise(out.detach(), want, "rows")
+            rs.assert_bitwise(out.detach(), want, "rows")
             out.backward(gradient(out, part))
         assert tables.num_steps == 1
 
-    run_ranks(2, body, domains=(0, 1))
+    rs.run_ranks(2, body, domains=(0, 1))
 
 
 def test_gradients_of_earlier_parts_cannot_be_dropped(alone: Any) -> None:
@@ -364,8 +350,8 @@ def test_gradients_of_earlier_parts_cannot_be_dropped(alone: Any) -> None:
 
 def test_all_batches_use_one_thread_which_ends_with_the_tables() -> None:
     def calls() -> list[int]:
-        case = dlrm_case()
-        tables, found = open_alone(case, SGD(lr=0.3)), list[int]()
+        case = rs.dlrm_case()
+        tables, found = rs.open_alone(case, SGD(lr=0.3)), list[int]()
         tables.on_update.append(lambda: found.append(threading.get_ident()))
         for _ in range(3):
             with MicroBatches([tables], 1):
@@ -395,8 +381,9 @@ def test_an_interrupted_end_leaves_tables_that_can_be_trained(alone: Any) -> Non
 
 def _two_collections(group: Any) -> str:
     """Rank 1 refuses its second part in the first of two collections."""
-    case = dlrm_case()
-    both = [open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3)) for _ in range(2)]
+    case = rs.dlrm_case()
+    plan = uniform_plan(case.tables, 2)
+    both = [rs.open_tables(case, plan, group, SGD(lr=0.3)) for _ in range(2)]
     both[0].guard.choose("stop")
     parts, told = parts_of(case, group.rank, 0), ""
     try:
@@ -415,14 +402,14 @@ def _two_collections(group: Any) -> str:
 
 
 def test_a_refused_part_stops_all_collections() -> None:
-    told = run_ranks(2, _two_collections, timeout_s=60)
+    told = rs.run_ranks(2, _two_collections, timeout_s=60)
     assert told == ["PeerLostError", "InvalidInputError"]
 
 
 def _lose_a_peer(rank: int, world_size: int) -> str:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 2), ProcessGroup(),
-                         OPTIMIZERS["rowwise_adagrad"])
+    case = rs.dlrm_case()
+    tables = rs.open_tables(case, uniform_plan(case.tables, 2), ProcessGroup(),
+                            rs.OPTIMIZERS["rowwise_adagrad"])
     parts = parts_of(case, rank, 0)
 
     def passes(k: int, out: torch.Tensor) -> None:
@@ -442,3 +429,52 @@ def test_a_peer_that_ends_inside_is_named() -> None:
     with world(2, _lose_a_peer, labels="ab", env={"OPER_DEADLINE_S": "20"}) as running:
         told = running.receive(0)
     assert told.startswith("PeerLostError") and "rank=1" in told, told
+
+
+# ---- accumulation: k passes and one update equal one combined batch ------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equals_one_batch(world_size: int, optimizer: str) -> None:
+    """The result is bitwise that of one batch, under plans of all kinds."""
+    case = rs.dlrm_case(weighted=True)
+    for plan in (rs.mixed_plan(case.tables, world_size, 1),
+                 rs.rich_plan(case.tables, world_size, 3, True)):
+        micro, whole = (rs.run_ranks(world_size, lambda g, how=how, plan=plan: train(
+            case, plan, EVERY[optimizer], g, how)) for how in ("whole", "joined"))
+        rs.assert_bitwise(micro, whole, "micro-batches and one batch")
+
+
+def test_unpooled() -> None:
+    tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
+    case = replace(rs.dlrm_case(), tables=tables)
+    micro, whole = (rs.run_ranks(2, lambda g, how=how: train(
+        case, rs.mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
+        for how in ("whole", "joined"))
+    rs.assert_bitwise(micro, whole, "micro-batches and one batch")
+
+
+def test_keys_in_another_order_and_optional_weights() -> None:
+    """Micro-batches may order their keys differently; missing weights count as weights of 1."""
+    case = rs.Case((TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),), ("f", "g"))
+    found = []
+    for batches in ([((0, 1), [1, 2, 3], [1, 2], None), ((1, 0), [5, 1, 1], [1, 2], [1.0, 1, 1])],
+                    [((0, 1), [1, 1, 1, 2, 3, 5], [1, 2, 2, 1], None)]):
+        tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 0), SingleGroup(), EVERY["sgd"])
+        for m, (keys, ids, lengths, weights) in enumerate(batches):
+            batch = Lookup(torch.tensor(ids, dtype=torch.int32 if m else torch.int64),
+                           torch.tensor(lengths), torch.tensor(keys), len(lengths) // 2,
+                           None if weights is None else torch.tensor(weights))
+            if m + 1 < len(batches):
+                with tables.no_sync():
+                    tables.lookup(batch).sum().backward()
+            else:
+                tables.lookup(batch).sum().backward()
+        found.append(tables.read("a"))
+    rs.assert_bitwise(found[0], found[1], "two layouts")
+
+
+def test_a_model_without_tables_accumulates_nothing() -> None:
+    with pytest.raises(InvalidInputError, match="accumulate"), oper.no_sync(torch.nn.Linear(1, 1)):
+        pass

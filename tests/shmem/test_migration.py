@@ -1,7 +1,5 @@
 """Moving tables to another plan while they are trained: bitwise the same results."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
@@ -17,23 +15,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
-from tests.runtime_support import (
-    ALL_OPTIMIZERS,
-    OPTIMIZERS,
-    Case,
-    assert_bitwise,
-    assert_exact,
-    dlrm_case,
-    make_steps,
-    mixed_plan,
-    open_tables,
-    plans_for,
-    references,
-    rich_plan,
-    run_ranks,
-    same_bits,
-    train_virtual,
-)
+from tests import runtime_support as rs
 
 STEPS = 12
 START = 2
@@ -56,35 +38,35 @@ def moving(plan: Plan, budget: int, switched: dict[int, int] | None = None
     (2, "partial_rowwise_lamb")])
 def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None:
     """Moves between plans of pulled tiers; every rank switches after the same step."""
-    chosen = ALL_OPTIMIZERS[optimizer]
-    case = dlrm_case(optimizer)
-    steps = make_steps(case, world_size, STEPS)
-    plans = list(plans_for(case.tables, world_size).values())
+    chosen = rs.ALL_OPTIMIZERS[optimizer]
+    case = rs.dlrm_case(optimizer)
+    steps = rs.make_steps(case, world_size, STEPS)
+    plans = list(rs.plans_for(case.tables, world_size).values())
     first, *others = plans if optimizer == "rowwise_adagrad" else plans[3:5]
-    stayed = train_virtual(case, first, steps, chosen)
+    stayed = rs.train_virtual(case, first, steps, chosen)
     budget = 3_500_000 if any(not by_row for _, by_row in STATE_PARTS[chosen.name]) else 2_000_000
     for other in others:
         switched: dict[int, int] = {}
-        moved = train_virtual(case, first, steps, chosen,
-                              between=moving(other, budget, switched))
+        moved = rs.train_virtual(case, first, steps, chosen,
+                                 between=moving(other, budget, switched))
         assert len(set(switched.values())) == 1 and START + 2 < switched[0] < STEPS, switched
-        same_bits(moved, stayed)
-        there = train_virtual(case, other, steps, chosen)
-        assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
+        rs.same_bits(moved, stayed)
+        there = rs.train_virtual(case, other, steps, chosen)
+        rs.assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_to_and_from_push_and_columns(seed: int) -> None:
     """Results equal those of a run that moves all rows at once."""
-    chosen = OPTIMIZERS["rowwise_adagrad"]
-    case = dlrm_case("rowwise_adagrad")
-    steps, fp32, fp64 = references(case, 2, "rowwise_adagrad", STEPS)
-    rich = rich_plan(case.tables, 2, seed, columns=True)
-    plain = mixed_plan(case.tables, 2, seed)
-    other = rich_plan(case.tables, 2, seed + 10, columns=True)
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps, fp32, fp64 = rs.references(case, 2, "rowwise_adagrad", STEPS)
+    rich = rs.rich_plan(case.tables, 2, seed, columns=True)
+    plain = rs.mixed_plan(case.tables, 2, seed)
+    other = rs.rich_plan(case.tables, 2, seed + 10, columns=True)
     for old, new in ((plain, rich), (rich, plain), (rich, other)):
         switched: dict[int, int] = {}
-        moved = train_virtual(case, old, steps, chosen, between=moving(new, 2_000_000, switched))
+        moved = rs.train_virtual(case, old, steps, chosen, between=moving(new, 2_000_000, switched))
 
         def at_once(tables: ShardedTables, step: int, new: Plan = new,
                     when: int = switched[0]) -> None:
@@ -93,16 +75,16 @@ def test_to_and_from_push_and_columns(seed: int) -> None:
                 assert tables.migration is None
 
         assert START + 1 < switched[0] < STEPS
-        want = train_virtual(case, old, steps, chosen, between=at_once)
-        same_bits(moved, want)
-        assert_exact(case, moved, fp32, fp64)
+        want = rs.train_virtual(case, old, steps, chosen, between=at_once)
+        rs.same_bits(moved, want)
+        rs.assert_exact(case, moved, fp32, fp64)
 
 
 def test_the_budget_is_kept() -> None:
     """Bytes copied per step are at most the budget, plus the rows that the step has changed."""
-    case = dlrm_case("rowwise_adagrad")
-    chosen = OPTIMIZERS["rowwise_adagrad"]
-    steps = make_steps(case, 2, 8)
+    case = rs.dlrm_case("rowwise_adagrad")
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    steps = rs.make_steps(case, 2, 8)
     plan = uniform_plan(case.tables, 2, "striped")
     copied: list[int] = []
 
@@ -113,7 +95,7 @@ def test_the_budget_is_kept() -> None:
         if tables.group.rank == 0 and tables.migration is not None:
             copied.append(tables.migration.num_copied_bytes)
 
-    train_virtual(case, plan, steps, chosen, between=between)
+    rs.train_virtual(case, plan, steps, chosen, between=between)
     spent = [b - a for a, b in itertools.pairwise(copied)]
     largest = max(t.row_bytes for t in case.tables)
     # A batch of at most 23 samples and 10 features of at most 4 ids, on two ranks.
@@ -124,8 +106,8 @@ def test_the_budget_is_kept() -> None:
 
 
 def test_writes_during_a_move_are_not_lost() -> None:
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 2, STEPS)
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 2, STEPS)
     plan = uniform_plan(case.tables, 2, "striped")
 
     def writing(tables: ShardedTables, step: int) -> None:
@@ -140,34 +122,34 @@ def test_writes_during_a_move_are_not_lost() -> None:
         if step == STEPS:
             assert tables.migration is None
 
-    chosen = OPTIMIZERS["rowwise_adagrad"]
-    same_bits(train_virtual(case, plan, steps, chosen, between=both),
-              train_virtual(case, plan, steps, chosen, between=writing))
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    rs.same_bits(rs.train_virtual(case, plan, steps, chosen, between=both),
+                 rs.train_virtual(case, plan, steps, chosen, between=writing))
 
 
 # ---- what fails ----------------------------------------------------------------------------------
 
 
-def _other_world(case: Case) -> Plan:
+def _other_world(case: rs.Case) -> Plan:
     return uniform_plan(case.tables, 3)
 
 
-def _other_shape(case: Case) -> Plan:
+def _other_shape(case: rs.Case) -> Plan:
     tables = tuple(replace(t, num_rows=t.num_rows + 1) for t in case.tables)
     return uniform_plan(tables, 2)
 
 
-def _other_tables(case: Case) -> Plan:
+def _other_tables(case: rs.Case) -> Plan:
     return uniform_plan(case.tables[1:], 2)
 
 
 @pytest.mark.parametrize("bad, words", [
     (_other_world, "world_size=3"), (_other_shape, "num_rows"), (_other_tables, "'one'")])
 def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> None:
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 2, 5)
-    chosen = OPTIMIZERS["rowwise_adagrad"]
-    plan = mixed_plan(case.tables, 2, 1)
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 2, 5)
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    plan = rs.mixed_plan(case.tables, 2, 1)
 
     def between(tables: ShardedTables, step: int) -> None:
         if step == START:
@@ -175,8 +157,8 @@ def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> No
                 tables.start_migration(bad(case), BUDGET)
             assert tables.migration is None
 
-    assert_bitwise(train_virtual(case, plan, steps, chosen, between=between).weights,
-                   train_virtual(case, plan, steps, chosen).weights, "weights")
+    rs.assert_bitwise(rs.train_virtual(case, plan, steps, chosen, between=between).weights,
+                      rs.train_virtual(case, plan, steps, chosen).weights, "weights")
 
 
 def _segments() -> list[str]:
@@ -187,10 +169,10 @@ def _segments() -> list[str]:
 
 def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # tables of earlier tests
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 2, 6)
-    chosen = OPTIMIZERS["rowwise_adagrad"]
-    plan = mixed_plan(case.tables, 2, 1)
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 2, 6)
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    plan = rs.mixed_plan(case.tables, 2, 1)
     other = uniform_plan(case.tables, 2, "owned")
     available = migration._available_bytes
     lock, found = threading.Lock(), []
@@ -226,19 +208,19 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
             tables.group.all_gather(None)
             found.append(before - count())
 
-    got = train_virtual(case, plan, steps, chosen, between=between)
-    assert_bitwise(got.weights, train_virtual(case, plan, steps, chosen).weights, "weights")
+    got = rs.train_virtual(case, plan, steps, chosen, between=between)
+    rs.assert_bitwise(got.weights, rs.train_virtual(case, plan, steps, chosen).weights, "weights")
     # Two virtual ranks map two arenas and a control segment each.
     assert found == [0, 0, 6, 6]
     assert count() == 0
 
 
 def test_read_only_tables_move_at_once() -> None:
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 2, 1)[0]
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 2, 1)[0]
 
     def body(group: Any) -> None:
-        tables = open_tables(case, mixed_plan(case.tables, 2, 1), group, None)
+        tables = rs.open_tables(case, rs.mixed_plan(case.tables, 2, 1), group, None)
         batch = steps[group.rank].lookup(case)
         before = tables.forward(batch)[0].clone()
         plan = uniform_plan(case.with_optimizer("sgd").tables, 2, "replicated")
@@ -248,11 +230,11 @@ def test_read_only_tables_move_at_once() -> None:
         tables.start_migration(plan, BUDGET)
         tables.finish_migration()
         assert tables.plan.tables[0].tiers[0].placement == "replicated"
-        assert_bitwise(tables.forward(batch)[0], before, "outputs")
+        rs.assert_bitwise(tables.forward(batch)[0], before, "outputs")
         tables.barrier()
         tables.close()
 
-    run_ranks(2, body)
+    rs.run_ranks(2, body)
 
 
 # ---- ranks that share no memory ------------------------------------------------------------------
@@ -262,12 +244,12 @@ def test_read_only_tables_move_at_once() -> None:
     ((0, 1, 0), "rowwise_adagrad"), ((0, 1), "partial_rowwise_adam")], ids=str)
 def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> None:
     """The budget is kept, and results are bitwise those of one domain, with columns and push."""
-    chosen = ALL_OPTIMIZERS[optimizer]
-    case = dlrm_case(optimizer)
+    chosen = rs.ALL_OPTIMIZERS[optimizer]
+    case = rs.dlrm_case(optimizer)
     size = len(domains)
-    steps = make_steps(case, size, STEPS)
-    rich = rich_plan(case.tables, size, 2, columns=True)
-    plans = plans_for(case.tables, size)
+    steps = rs.make_steps(case, size, STEPS)
+    rich = rs.rich_plan(case.tables, size, 2, columns=True)
+    plans = rs.plans_for(case.tables, size)
     budget = 3_500_000 if optimizer == "partial_rowwise_adam" else 2_000_000
     for old, new in ((plans["owned"], plans["striped"]), (plans["mixed0"], rich),
                      (rich, plans["replicated"])):
@@ -281,11 +263,11 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
             if tables.group.rank == 0 and tables.migration is not None:
                 copied.append(tables.migration.num_copied_bytes)
 
-        got = train_virtual(case, old, steps, chosen, between=between, domains=domains)
-        want = train_virtual(case, old, steps, chosen, between=moving(new, budget))
+        got = rs.train_virtual(case, old, steps, chosen, between=between, domains=domains)
+        want = rs.train_virtual(case, old, steps, chosen, between=moving(new, budget))
         assert len(set(switched.values())) == 1 and START + 1 < switched[0] < STEPS, switched
         assert copied[0] == 0 and max(b - a for a, b in itertools.pairwise(copied)) < budget * 1.5
-        same_bits(got, want, replicas=True)
+        rs.same_bits(got, want, replicas=True)
 
 
 def test_hosts_with_different_page_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,11 +275,11 @@ def test_hosts_with_different_page_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OPER_DEADLINE_S", "10")
     monkeypatch.setattr(ShardedTables, "page_kind",
                         property(lambda t: "2MiB" if t.group.rank else "4KiB"))
-    case = dlrm_case("sgd")
-    steps, plans = make_steps(case, 2, STEPS), plans_for(case.tables, 2)
+    case = rs.dlrm_case("sgd")
+    steps, plans = rs.make_steps(case, 2, STEPS), rs.plans_for(case.tables, 2)
     switched: dict[int, int] = {}
-    got = train_virtual(case, plans["owned"], steps, OPTIMIZERS["sgd"], domains=(0, 1),
-                        between=moving(plans["striped"], None, switched))
-    want = train_virtual(case, plans["owned"], steps, OPTIMIZERS["sgd"], domains=(0, 1))
+    got = rs.train_virtual(case, plans["owned"], steps, rs.OPTIMIZERS["sgd"], domains=(0, 1),
+                           between=moving(plans["striped"], None, switched))
+    want = rs.train_virtual(case, plans["owned"], steps, rs.OPTIMIZERS["sgd"], domains=(0, 1))
     assert len(set(switched.values())) == 1
-    assert_bitwise(got.outputs, want.outputs, "outputs")
+    rs.assert_bitwise(got.outputs, want.outputs, "outputs")

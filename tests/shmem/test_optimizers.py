@@ -1,8 +1,7 @@
 """Every optimizer against its formula, FBGEMM and torch; weight gradients against autograd."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,42 +23,51 @@ from oper.shmem.optim.optimizers import (
 )
 from oper.shmem.tables import ShardedTables
 from oper.tables import OPTIMIZERS, TableSpec
-from tests.optimizer_formulas import EVERY
-from tests.optimizer_support import assert_close, train_sharded
-from tests.runtime_support import (
-    Batch,
-    Case,
-    Result,
-    initial_weights,
-    make_batch,
-    make_steps,
-    mixed_plan,
-    open_alone,
-    plans_for,
-    rank_loss,
-    rich_plan,
-    run_ranks,
-    same_bits,
-    train_reference,
-)
+from tests import runtime_support as rs
+from tests.references import EVERY
 
 RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)
 
 
-def small_case(**fields: object) -> Case:
+def train_sharded(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]],
+                  optimizers: rs.Optimizers, rates: Sequence[float] = (1.0,)) -> rs.Result:
+    """Train on virtual ranks. `rates`: factor on the learning rates by step; the last one persists.
+    """
+    def body(group: Any) -> rs.Result:
+        first: list[float] = []
+
+        def between(tables: ShardedTables, step: int) -> None:
+            first[:] = first or [float(g["lr"]) for g in tables.param_groups]
+            for param_group, lr in zip(tables.param_groups, first, strict=True):
+                param_group["lr"] = lr * rates[min(step, len(rates) - 1)]
+
+        return rs.train_rank(case, plan, steps, optimizers, group, between)
+
+    return rs.merge_ranks(rs.run_ranks(plan.world_size, body))
+
+
+def assert_close(got: rs.Result, want: rs.Result, tolerance: float = 1e-5) -> None:
+    """Require every output, weight and state to be within `tolerance` times its largest value."""
+    for part in ("weights", "states"):
+        rs.assert_near(getattr(got, part), getattr(want, part), part, tolerance)
+    for step, (mine, theirs) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        rs.assert_near(torch.cat(mine), torch.cat(theirs), f"output of step {step}", tolerance)
+
+
+def small_case(**fields: object) -> rs.Case:
     """A case with vector widths with and without tails, and shared features."""
     shapes = [("one", 1, 4, ("only",), "sum"), ("narrow", 40, 1, ("n",), "mean"),
               ("two", 300, 16, ("a", "b"), "sum"), ("left", 60, 64, ("shared",), "mean"),
               ("right", 70, 37, ("shared",), "sum"), ("wide", 200, 272, ("w",), "sum")]
     tables = tuple(TableSpec(n, r, d, f, p) for n, r, d, f, p in shapes)
-    return Case(tables, ("w", "b", "unused", "shared", "n", "a", "only"), **fields)
+    return rs.Case(tables, ("w", "b", "unused", "shared", "n", "a", "only"), **fields)
 
 
 @functools.cache
-def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
+def reference(name: str, world_size: int, dtype: torch.dtype) -> rs.Result:
     case = small_case()
-    return train_reference(case, make_steps(case, world_size, len(RATES)), EVERY[name], dtype,
-                           RATES)
+    return rs.train_reference(case, rs.make_steps(case, world_size, len(RATES)), EVERY[name], dtype,
+                              RATES)
 
 
 # ---- against the formulas ------------------------------------------------------------------------
@@ -70,8 +78,8 @@ def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
 def test_training_equals_the_formula(name: str, world_size: int) -> None:
     """Compares weights, all states and outputs over steps with changing learning rates."""
     case, optimizer = small_case(), EVERY[name]
-    steps = make_steps(case, world_size, len(RATES))
-    got = train_sharded(case, mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
+    steps = rs.make_steps(case, world_size, len(RATES))
+    got = train_sharded(case, rs.mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
     for dtype in (torch.float32, torch.float64):
         assert_close(got, reference(name, world_size, dtype))
 
@@ -79,11 +87,11 @@ def test_training_equals_the_formula(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_plans_are_bitwise_equal(name: str) -> None:
     case, optimizer = small_case(), EVERY[name]
-    steps, plans = make_steps(case, 4, 3), plans_for(case.tables, 4)
+    steps, plans = rs.make_steps(case, 4, 3), rs.plans_for(case.tables, 4)
     want, *others = (train_sharded(case, plans[plan], steps, optimizer, RATES[:3])
                      for plan in ("striped", "owned", "replicated", "mixed0"))
     for got in others:
-        same_bits(got, want, "another plan and striped")
+        rs.same_bits(got, want, "another plan and striped")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -92,9 +100,9 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
     case = small_case()
     some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
     optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
-    steps = make_steps(case, world_size, len(RATES))
-    got = train_sharded(case, mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
-    want = train_reference(case, steps, optimizers, torch.float64, RATES)
+    steps = rs.make_steps(case, world_size, len(RATES))
+    got = train_sharded(case, rs.mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
+    want = rs.train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
     # A table is not disturbed by what its neighbours use.
     alone, together = (
@@ -106,19 +114,19 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
 # ---- which rows change ---------------------------------------------------------------------------
 
 
-def one_table(rows: int, dim: int, **fields: Any) -> Case:
-    return Case((TableSpec("t", rows, dim, ("f",), "sum"),), ("f",), **fields)
+def one_table(rows: int, dim: int, **fields: Any) -> rs.Case:
+    return rs.Case((TableSpec("t", rows, dim, ("f",), "sum"),), ("f",), **fields)
 
 
-def tiny(optimizer: Optimizer, dim: int = 5) -> tuple[Case, ShardedTables]:
+def tiny(optimizer: Optimizer, dim: int = 5) -> tuple[rs.Case, ShardedTables]:
     case = one_table(6, dim)
-    return case, open_alone(case, optimizer)
+    return case, rs.open_alone(case, optimizer)
 
 
-def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> None:
+def step_on(case: rs.Case, tables: object, ids: list[int], grad: torch.Tensor) -> None:
     """Make one step in which every id gets the gradient `grad`."""
-    batch = Batch(torch.ones(len(ids), dtype=torch.int64), torch.tensor(ids), None,
-                  torch.zeros(len(ids), 1))
+    batch = rs.Batch(torch.ones(len(ids), dtype=torch.int64), torch.tensor(ids), None,
+                     torch.zeros(len(ids), 1))
     tables.lookup(batch.lookup(case)).backward(grad.expand(len(ids), -1))
 
 
@@ -145,7 +153,7 @@ FBGEMM = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
           "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB"}
 
 
-def fbgemm_peer(case: Case, optimizer: Optimizer, **options: Any) -> Any:
+def fbgemm_peer(case: rs.Case, optimizer: Optimizer, **options: Any) -> Any:
     """FBGEMM's tables with the initial weights of the case."""
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
@@ -155,7 +163,7 @@ def fbgemm_peer(case: Case, optimizer: Optimizer, **options: Any) -> Any:
          for t in case.tables],
         optimizer=configs.EmbOptimType[FBGEMM[optimizer.name]], learning_rate=optimizer.lr,
         eps=getattr(optimizer, "eps", 0.0), **options)
-    start = initial_weights(case)
+    start = rs.initial_weights(case)
     for weight, t in zip(peer.split_embedding_weights(), case.tables, strict=True):
         weight.copy_(start[t.name])
     return peer
@@ -168,18 +176,18 @@ def test_equals_fbgemm(name: str, weighted: bool) -> None:
     tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum") for k, (rows, dim) in enumerate(
         [(50, 8), (4000, 64), (300, 132), (1, 16), (900, 128)]))
     optimizer = EVERY[name]
-    case = Case(tables, tuple(f"f{k}" for k in range(5)), weighted, max_length=5)
+    case = rs.Case(tables, tuple(f"f{k}" for k in range(5)), weighted, max_length=5)
     peer = fbgemm_peer(case, optimizer)
-    ours = open_alone(case, optimizer)
+    ours = rs.open_alone(case, optimizer)
     for step, rate in enumerate(RATES * 3):
         ours.param_groups[0]["lr"] = optimizer.lr * rate
         peer.set_learning_rate(optimizer.lr * rate)
-        batch = make_batch(case, step, 30)
+        batch = rs.make_batch(case, step, 30)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
         outs = peer(batch.ids, offsets, batch.weights), ours.lookup(batch.lookup(case))
         assert (outs[1] - outs[0]).abs().max() <= 1e-5 * outs[0].abs().max()
         for out in outs:
-            rank_loss(out, batch.target).backward()
+            rs.rank_loss(out, batch.target).backward()
     states = peer.split_optimizer_states() or [()] * len(case.tables)
     for t, weight, state in zip(case.tables, peer.split_embedding_weights(), states, strict=True):
         pairs = [(ours.read(t.name), weight)]
@@ -208,16 +216,16 @@ def test_fbgemm_has_no_cpu_operator_for_the_others() -> None:
 # ---- against torch and TorchRec ------------------------------------------------------------------
 
 
-def train_torch(make: object, case: Case, batches: list[Batch], sparse: bool = True
+def train_torch(make: object, case: rs.Case, batches: list[rs.Batch], sparse: bool = True
                 ) -> torch.Tensor:
     bag = torch.nn.EmbeddingBag(case.tables[0].num_rows, case.tables[0].dim, mode="sum",
                                 sparse=sparse)
-    bag.load_state_dict({"weight": initial_weights(case)["t"]})
+    bag.load_state_dict({"weight": rs.initial_weights(case)["t"]})
     optimizer = make(bag.parameters())
     for batch in batches:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]])
         optimizer.zero_grad()
-        rank_loss(bag(batch.ids, offsets), batch.target).backward()
+        rs.rank_loss(bag(batch.ids, offsets), batch.target).backward()
         optimizer.step()
     return bag.weight.detach()
 
@@ -257,14 +265,14 @@ def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: 
     """Sparse optimizers are equal in any case, dense ones if each step touches every row."""
     rows = 12
     case = one_table(rows, 20, max_length=5)
-    batches = [make_batch(case, k, 10) for k in range(8)]
+    batches = [rs.make_batch(case, k, 10) for k in range(8)]
     if every_row:
-        batches = [Batch(torch.cat([b.lengths, torch.tensor([rows])]),
-                         torch.cat([b.ids, torch.arange(rows)]), None,
-                         torch.cat([b.target, torch.ones(1, 20)])) for b in batches]
-    tables = open_alone(case, ours)
+        batches = [rs.Batch(torch.cat([b.lengths, torch.tensor([rows])]),
+                            torch.cat([b.ids, torch.arange(rows)]), None,
+                            torch.cat([b.target, torch.ones(1, 20)])) for b in batches]
+    tables = rs.open_alone(case, ours)
     for batch in batches:
-        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
     want = train_torch(theirs, case, batches, sparse)
     assert (tables.read("t") - want).abs().max() <= 1e-5 * want.abs().max()
 
@@ -277,11 +285,11 @@ def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: 
 ])
 def test_differs_from_dense_torch_on_untouched_rows(ours: Optimizer, theirs: object) -> None:
     case = one_table(12, 20)
-    batches = [Batch(torch.tensor([2]), torch.tensor(ids), None, torch.zeros(1, 20))
+    batches = [rs.Batch(torch.tensor([2]), torch.tensor(ids), None, torch.zeros(1, 20))
                for ids in ([0, 1], [1, 2])]
-    tables = open_alone(case, ours)
+    tables = rs.open_alone(case, ours)
     for batch in batches:
-        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
     gap = (tables.read("t") - train_torch(theirs, case, batches, sparse=False)).abs().amax(1)
     assert gap[0] > 1e-3  # touched in step 1 only: dense torch moves it again in step 2
 
@@ -329,10 +337,11 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
 def test_accumulators_start_at_the_given_value(optimizer: Optimizer) -> None:
     """Accumulators have their initial value on every rank, and keep changes in a migration."""
     case = small_case().with_optimizer(optimizer.name)
-    split = rich_plan(case.tables, 2, 1, columns=True)
+    split = rs.rich_plan(case.tables, 2, 1, columns=True)
 
     def body(group: object) -> dict[str, torch.Tensor]:
-        tables = ShardedTables(mixed_plan(case.tables, 2, 1), case.features, group, optimizer, 0.5)
+        plan = rs.mixed_plan(case.tables, 2, 1)
+        tables = ShardedTables(plan, case.features, group, optimizer, 0.5)
         found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()
         tables.write("two", torch.full_like(found["two"], 2.0), 0, "momentum1")
@@ -343,7 +352,7 @@ def test_accumulators_start_at_the_given_value(optimizer: Optimizer) -> None:
         tables.close()
         return found
 
-    for found in run_ranks(2, body):
+    for found in rs.run_ranks(2, body):
         for name, state in found.items():
             assert torch.equal(state, torch.full_like(state, 2.0 if name == "two moved" else 0.75))
 

@@ -4,8 +4,6 @@ The model has the atomic steps of csrc/host/barrier.cpp. Every interleaving is e
 mutations of the protocol must violate the checked properties.
 """
 
-from __future__ import annotations
-
 import pytest
 
 # One rank's state: (step, peer, seen, round). A shared word is written through a store buffer, as

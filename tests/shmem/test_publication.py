@@ -1,7 +1,5 @@
 """Published tables: complete epochs, one copy, readers and publishers that die."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

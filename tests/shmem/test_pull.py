@@ -1,8 +1,8 @@
-"""De-duplicated pull: neighbours' rows are read once per batch; equal bits, fewer reads."""
-
-from __future__ import annotations
+"""Ways to read rows: once per batch, or resolved in advance. Equal bits, fewer reads."""
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from oper.errors import InvalidInputError
-from oper.plan import uniform_plan
+from oper.plan import Piece, uniform_plan
 from oper.rows.traffic import Traffic
+from oper.shmem.batch import Lookup
 from oper.shmem.exchange import pull
 from oper.shmem.exchange.pull import (
     Duplication,
@@ -21,23 +22,16 @@ from oper.shmem.exchange.pull import (
     duplication,
     measured_costs,
 )
+from oper.shmem.group.groups import SingleGroup
 from oper.shmem.memory.numa import Node
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Case,
-    assert_bitwise,
-    dlrm_case,
-    make_steps,
-    mixed_plan,
-    open_tables,
-    run_ranks,
-    same_bits,
-    train_virtual,
-)
+from tests import runtime_support as rs
 from tests.shmem.test_traffic import all_plans, assert_equal, executed
+from tests.support import pushed
+
+# ---- rows of neighbours, read once per batch -----------------------------------------------------
 
 
 def always(tables: ShardedTables, step: int) -> None:
@@ -47,13 +41,13 @@ def always(tables: ShardedTables, step: int) -> None:
 
 @pytest.mark.parametrize("world_size, weighted", [(1, False), (2, False), (2, True), (4, True)])
 def test_the_same_bits(world_size: int, weighted: bool) -> None:
-    case = replace(dlrm_case("rowwise_adagrad"), weighted=weighted,
+    case = replace(rs.dlrm_case("rowwise_adagrad"), weighted=weighted,
                    id_dtype=torch.int32 if weighted else torch.int64)
-    steps = make_steps(case, world_size, 3)
-    chosen = OPTIMIZERS["rowwise_adagrad"]
+    steps = rs.make_steps(case, world_size, 3)
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
     for name, plan in all_plans(case, world_size).items():
-        direct = train_virtual(case, plan, steps, chosen)
-        same_bits(train_virtual(case, plan, steps, chosen, between=always), direct, name)
+        direct = rs.train_virtual(case, plan, steps, chosen)
+        rs.same_bits(rs.train_virtual(case, plan, steps, chosen, between=always), direct, name)
 
 
 def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
@@ -61,9 +55,9 @@ def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Tra
     kind = "sum" if pooled else "none"
     tables = (TableSpec("t", 900, 16, ("f", "g"), kind, "bfloat16", optimizer="sgd"),
               TableSpec("u", 70, 16, ("h",), kind, optimizer="sgd"))
-    case = Case(tables, ("g", "f", "h"))
-    (batches,) = make_steps(case, group.world_size, 1)
-    opened = open_tables(case, mixed_plan(tables, group.world_size, 4), group, SGD(lr=0.5))
+    case = rs.Case(tables, ("g", "f", "h"))
+    (batches,) = rs.make_steps(case, group.world_size, 1)
+    opened = rs.open_tables(case, rs.mixed_plan(tables, group.world_size, 4), group, SGD(lr=0.5))
     choose_pull(opened, choice)
     batch = replace(batches[group.rank].lookup(case), pooled=pooled)
     with torch.no_grad():
@@ -76,19 +70,19 @@ def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Tra
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_unpooled_16_bit_rows_and_resolved_batches(pooled: bool) -> None:
-    direct = run_ranks(2, lambda g: looked_up(g, False, pooled))
-    once = run_ranks(2, lambda g: looked_up(g, True, pooled))
+    direct = rs.run_ranks(2, lambda g: looked_up(g, False, pooled))
+    once = rs.run_ranks(2, lambda g: looked_up(g, True, pooled))
     for (a, reads), (b, fewer) in zip(direct, once, strict=True):
-        assert_bitwise(a, b, "outputs")
+        rs.assert_bitwise(a, b, "outputs")
         assert fewer.num_bytes.sum() < reads.num_bytes.sum()
 
 
 def test_reads_are_counted_as_replayed() -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 2, 3)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 2, 3)
     for plan in all_plans(case, 2).values():
-        found = run_ranks(2, lambda g, plan=plan: executed(
-            case, plan, steps, OPTIMIZERS["sgd"], g, prepare=lambda t: choose_pull(t, True)))
+        found = rs.run_ranks(2, lambda g, plan=plan: executed(
+            case, plan, steps, rs.OPTIMIZERS["sgd"], g, prepare=lambda t: choose_pull(t, True)))
         assert_equal(case, plan, steps, found, deduplicates=True)
 
 
@@ -96,11 +90,11 @@ def measured(group: Any, costs: PullCosts) -> list[Duplication]:
     """Duplication of two striped tables: one with few, repeated ids, one with distinct ids."""
     tables = (TableSpec("hot", 4000, 32, ("a",), "sum", optimizer="sgd"),
               TableSpec("cold", 4000, 32, ("b",), "sum", optimizer="sgd"))
-    case = Case(tables, ("a", "b"))
-    (batches,) = make_steps(case, 2, 1)
+    case = rs.Case(tables, ("a", "b"))
+    (batches,) = rs.make_steps(case, 2, 1)
     ids = torch.cat([torch.arange(2000) % 20, torch.arange(2000)])
     lengths = torch.full((400,), 10, dtype=batches[0].lengths.dtype)
-    opened = open_tables(case, uniform_plan(tables, 2, "striped"), group, None)
+    opened = rs.open_tables(case, uniform_plan(tables, 2, "striped"), group, None)
     choose_pull(opened, costs)
     batch = replace(batches[0].lookup(case), ids=ids, lengths=lengths, batch_size=200)
     opened.forward(batch)
@@ -111,23 +105,23 @@ def measured(group: Any, costs: PullCosts) -> list[Duplication]:
 
 
 def test_pull_is_chosen_by_measured_duplication() -> None:
-    hot, cold = run_ranks(2, lambda g: measured(g, PullCosts(extra_per_byte=0.1)))[0]
+    hot, cold = rs.run_ranks(2, lambda g: measured(g, PullCosts(extra_per_byte=0.1)))[0]
     assert hot == ("hot", 1000, 10, True)
     assert cold == ("cold", 1000, 1000, False)
     # Ranks of one memory: nothing can be gained, and nothing is counted.
-    assert run_ranks(2, lambda g: measured(g, PullCosts()))[0] == []
+    assert rs.run_ranks(2, lambda g: measured(g, PullCosts()))[0] == []
     with pytest.raises(InvalidInputError, match="extra_per_byte"):
         PullCosts(extra_per_byte=-1.0)
 
 
 def test_an_invalid_id_and_another_plan() -> None:
     """A bad id is named in the error, and the choice persists after a move to another plan."""
-    case = dlrm_case("sgd")
-    (batches,) = make_steps(case, 2, 1)
+    case = rs.dlrm_case("sgd")
+    (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: Any) -> list[Duplication]:
-        tables = open_tables(case, uniform_plan(case.tables, 2, "striped"), group,
-                             OPTIMIZERS["sgd"])
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group,
+                                rs.OPTIMIZERS["sgd"])
         choose_pull(tables, True)
         batch = batches[0].lookup(case)
         bad = batch.ids.clone()
@@ -144,14 +138,14 @@ def test_an_invalid_id_and_another_plan() -> None:
         tables.close()
         return found
 
-    assert all(d.is_deduplicated for d in run_ranks(2, body)[0])
+    assert all(d.is_deduplicated for d in rs.run_ranks(2, body)[0])
 
 
 def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
-    case = dlrm_case("sgd")
-    (batches,) = make_steps(case, group.world_size, 1)
-    tables = open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
-                         OPTIMIZERS["sgd"])
+    case = rs.dlrm_case("sgd")
+    (batches,) = rs.make_steps(case, group.world_size, 1)
+    tables = rs.open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
+                            rs.OPTIMIZERS["sgd"])
     group.all_gather(None)
     costs = measured_costs(tables, 2048, 3)
     assert tables.pull is False
@@ -166,8 +160,8 @@ def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
 
 def test_costs_are_measured_here() -> None:
     """A single rank has no neighbours; two ranks on one node measure copies but use none."""
-    assert run_ranks(1, self_chosen)[0] == (PullCosts(), [])
-    for costs, found in run_ranks(2, self_chosen):
+    assert rs.run_ranks(1, self_chosen)[0] == (PullCosts(), [])
+    for costs, found in rs.run_ranks(2, self_chosen):
         assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
         assert costs != PullCosts()
         assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)
@@ -175,8 +169,8 @@ def test_costs_are_measured_here() -> None:
 
 def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ranks on different nodes measure costs; all use the mean and decide table by table."""
-    case = dlrm_case("sgd")
-    (batches,) = make_steps(case, 4, 1)
+    case = rs.dlrm_case("sgd")
+    (batches,) = rs.make_steps(case, 4, 1)
     where = threading.local()
     monkeypatch.setattr(pull, "find_nodes", lambda: [Node(k, (k,)) for k in range(2)])
     monkeypatch.setattr(pull, "local_domain", lambda nodes: where.node)
@@ -185,8 +179,8 @@ def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.Monk
         where.node = nodes[group.rank]
         monkeypatch.setattr(pull, "measured_costs", lambda tables: PullCosts(
             extra_per_byte=0.2 * tables.group.rank, per_id=1.0))
-        tables = open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
-                             None)
+        tables = rs.open_tables(case, uniform_plan(case.tables, group.world_size, "striped"), group,
+                                None)
         choose_automatically(tables)
         chosen, read = tables.pull, int(tables.traffic().counts.sum())
         tables.forward(batches[0].lookup(case), collective=True)
@@ -195,13 +189,117 @@ def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.Monk
         tables.close()
         return chosen, found, read
 
-    for chosen, found, _ in run_ranks(2, lambda g: body(g, (1, 1))):
+    for chosen, found, _ in rs.run_ranks(2, lambda g: body(g, (1, 1))):
         assert chosen is False and found == []
-    for chosen, found, read in run_ranks(2, lambda g: body(g, (0, 1))):
+    for chosen, found, read in rs.run_ranks(2, lambda g: body(g, (0, 1))):
         assert chosen == PullCosts(extra_per_byte=0.1, per_id=1.0) and read == 0
         assert {d.is_deduplicated for d in found} == {False, True}
         assert all(d.num_ids > d.num_rows for d in found if d.is_deduplicated)
     # Two hosts; the ranks of one of them lie on two nodes.
-    several = run_ranks(4, lambda g: body(g, (0, 0, 0, 1)), domains=(0, 0, 1, 1))
+    several = rs.run_ranks(4, lambda g: body(g, (0, 0, 0, 1)), domains=(0, 0, 1, 1))
     assert [chosen for chosen, _, _ in several] == [
         False, False, *[PullCosts(extra_per_byte=0.5, per_id=1.0)] * 2]
+
+
+# ---- ids resolved in advance ---------------------------------------------------------------------
+
+RWA = rs.OPTIMIZERS["rowwise_adagrad"]
+STEPS = 5
+
+
+def some_plans(case: rs.Case, world_size: int) -> dict:
+    striped = uniform_plan(case.tables, world_size, "striped")
+    split = []
+    for entry in striped.tables:
+        (tier,) = entry.tiers
+        dim = entry.table.dim
+        cuts = (Piece(0, dim // 2, (tier,)), Piece(dim // 2, dim, (tier,)))
+        split.append(replace(entry, pieces=cuts if dim > 8 else entry.pieces))
+    return {"mixed0": rs.mixed_plan(case.tables, world_size, 0), "striped": striped,
+            "push": pushed(striped), "columns": replace(striped, tables=tuple(split))}
+
+
+def resolved_ahead(tables: ShardedTables, lookups: list[Lookup]) -> Iterator[Lookup]:
+    """Resolve each batch on another thread while the previous one is trained."""
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(tables.resolve, lookups[0])
+        for following in lookups[1:]:
+            resolved = coming.result()
+            coming = ahead.submit(tables.resolve, following)
+            yield resolved
+        yield coming.result()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("plan", ["mixed0", "striped", "push", "columns"])
+def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: bool) -> None:
+    case = rs.dlrm_case(weighted=weighted, id_dtype=torch.int32 if weighted else torch.int64)
+    steps = rs.make_steps(case, world_size, STEPS, seed=4)
+    chosen = some_plans(case, world_size)[plan]
+    want = rs.train_virtual(case, chosen, steps, RWA)
+    rs.same_bits(rs.merge_ranks(rs.run_ranks(world_size, lambda group: rs.train_rank(
+        case, chosen, steps, RWA, group, prepared=resolved_ahead))), want)
+
+
+def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:
+    case = rs.dlrm_case()
+    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    other = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    batch = rs.make_batch(case, 3, 20)
+    lookup = tables.resolve(batch.lookup(case))
+    tables.migrate(rs.with_tables(rs.mixed_plan(case.tables, 1, 2), tables.specs.values()))
+    for one, found in ((tables, lookup), (other, batch.lookup(case))):
+        rs.rank_loss(one.lookup(found), batch.target).backward()
+    for t in case.tables:
+        rs.assert_bitwise(tables.read(t.name), other.read(t.name), t.name)
+
+
+def test_sequences() -> None:
+    case = replace(rs.dlrm_case(), tables=(rs.dlrm_case().table("large"),), keys=("f5",))
+    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    batch = rs.make_batch(case, 2, 50)
+    lookup = replace(batch.lookup(case), pooled=False)
+    with torch.no_grad():
+        assert torch.equal(tables.lookup(tables.resolve(lookup)), tables.lookup(lookup))
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_batches_without_ids(size: int) -> None:
+    case = rs.dlrm_case()
+    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    empty = Lookup(torch.zeros(0, dtype=torch.int64),
+                   torch.zeros(size * len(case.keys), dtype=torch.int64), case.key_of, size)
+    out = tables.lookup(tables.resolve(empty))
+    assert out.shape == (size, case.columns) and not out.any()
+    out.sum().backward()
+
+
+def test_a_bad_batch_is_refused_by_its_lookup() -> None:
+    """The lookup notifies the other ranks; `resolve` does nothing for a bad batch."""
+    case = rs.dlrm_case()
+    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    lookup = rs.make_batch(case, 2, 50).lookup(case)
+    bad = lookup.ids.clone()
+    at = int(lookup.lengths[:50 * 3].sum())  # the first id of key "f5"
+    bad[at] = 20000
+    for batch, words in ((replace(lookup, ids=bad), r"'f5' in table 'large'.*id=20000"),
+                         (replace(lookup, ids=lookup.ids[:-1]), "lengths"),
+                         (replace(lookup, ids=lookup.ids.to("meta")), "device of ids='meta'")):
+        resolved = tables.resolve(batch)
+        assert resolved.resolved is None
+        with pytest.raises(InvalidInputError, match=words):
+            tables.lookup(resolved)
+
+
+def test_batches_resolved_for_other_ids_are_not_used() -> None:
+    case = rs.dlrm_case(weighted=True)
+    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), None)
+    resolved = tables.resolve(rs.make_batch(case, 2, 50).lookup(case))
+    other = rs.make_batch(case, 3, 50).lookup(case)
+    assert torch.equal(tables.lookup(replace(other, resolved=resolved.resolved)),
+                       tables.lookup(other))
+    doubled = replace(resolved, weights=2 * resolved.weights)  # a feature processor's, say
+    rs.assert_bitwise(tables.lookup(doubled), 2 * tables.lookup(resolved), "weights exchanged")
+    with pytest.raises(InvalidInputError, match="weights"):
+        tables.lookup(replace(resolved, weights=resolved.weights[1:]))

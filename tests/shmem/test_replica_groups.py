@@ -1,7 +1,5 @@
 """Replica groups on virtual ranks, compared with runs that simulate the groups in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +22,7 @@ from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.tracing import trace
+from tests import runtime_support as rs
 from tests.replica_groups_support import (
     PLANS,
     open_in_group,
@@ -33,20 +32,6 @@ from tests.replica_groups_support import (
     train,
     trained,
 )
-from tests.runtime_support import (
-    ALL_OPTIMIZERS,
-    Result,
-    assert_bitwise,
-    assert_exact,
-    assert_near,
-    bags_of_one,
-    dlrm_case,
-    make_steps,
-    read_all,
-    references,
-    same_bits,
-    with_tables,
-)
 
 
 @pytest.mark.parametrize(("plan", "optimizer", "domains"), [
@@ -54,10 +39,10 @@ from tests.runtime_support import (
     *((plan, "rowwise_adagrad", (0, 1)) for plan in ("mixed", "rich")), ("rich", "adam", None)])
 def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: str,
                                                          domains: Sequence[int] | None) -> None:
-    case = dlrm_case(optimizer)
-    steps, fp32, fp64 = references(case, 4, optimizer, 4)
-    got = trained(case, PLANS[plan](case), steps, ALL_OPTIMIZERS[optimizer], 1, domains=domains)
-    assert_exact(case, got, fp32, fp64)
+    case = rs.dlrm_case(optimizer)
+    steps, fp32, fp64 = rs.references(case, 4, optimizer, 4)
+    got = trained(case, PLANS[plan](case), steps, rs.ALL_OPTIMIZERS[optimizer], 1, domains=domains)
+    rs.assert_exact(case, got, fp32, fp64)
 
 
 @pytest.mark.parametrize(("plan", "optimizer", "domains", "delay"), [
@@ -68,19 +53,19 @@ def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: s
 def test_rows_are_averaged(plan: str, optimizer: str, domains: Sequence[int] | None, delay: int,
                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
-    case = dlrm_case(optimizer)
-    steps = make_steps(case, 4, 8 if delay else 5)
-    chosen = ALL_OPTIMIZERS[optimizer]
+    case = rs.dlrm_case(optimizer)
+    steps = rs.make_steps(case, 4, 8 if delay else 5)
+    chosen = rs.ALL_OPTIMIZERS[optimizer]
     got = trained(case, PLANS[plan](case), steps, chosen, 3, domains=domains, delay=delay)
     want = simulated(case, steps, chosen, 3, 2, delay)
-    assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
+    rs.assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
 
 
 def test_updates_continue_while_rows_are_sent() -> None:
     """The exchange of one rank begins only before the update after which averages arrive, which
     changes no number."""
-    case = dlrm_case()
-    steps = make_steps(case, 4, 6)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 4, 6)
     found = []
     for is_late in (True, False):
         def body(tables: ShardedTables, rank: int, is_late: bool = is_late) -> list[torch.Tensor]:
@@ -107,13 +92,13 @@ def test_updates_continue_while_rows_are_sent() -> None:
             return outputs
 
         found.append(run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body, delay=2))
-    assert_bitwise(*found, "late and in time")
+    rs.assert_bitwise(*found, "late and in time")
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 2, 3)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 2, 3)
 
     def body(tables: ShardedTables, rank: int) -> dict[str, torch.Tensor]:
         def choose(rate: float) -> None:
@@ -129,19 +114,19 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
         sent = tables.replicas.sent_bytes
         tables.replicas.synchronize()
         assert delay or tables.replicas.sent_bytes == sent  # the third update has synchronized
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    first, second = run_groups(case, uniform_plan(case.tables, 1), ALL_OPTIMIZERS["sgd"], 2, body,
-                               delay=delay)
-    assert_bitwise(first, second, "two groups")
+    first, second = run_groups(case, uniform_plan(case.tables, 1), rs.ALL_OPTIMIZERS["sgd"], 2,
+                               body, delay=delay)
+    rs.assert_bitwise(first, second, "two groups")
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_no_update_after_a_failed_synchronization_succeeds(
         delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an update succeeded, the groups would have different rows from then on."""
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 2, 8)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 2, 8)
 
     def average(self: Synchronizer, part: Any) -> None:
         raise MemoryError("no memory for averages")
@@ -158,28 +143,29 @@ def test_no_update_after_a_failed_synchronization_succeeds(
                 errors.append(str(error))
         return errors
 
-    for errors in run_groups(case, uniform_plan(case.tables, 1), ALL_OPTIMIZERS["sgd"], 2, body,
+    for errors in run_groups(case, uniform_plan(case.tables, 1), rs.ALL_OPTIMIZERS["sgd"], 2, body,
                              delay=delay):
         assert errors[:2 + delay] == [""] * (1 + delay) + ["no memory for averages"]
         assert all("failed synchronizations=1" in told for told in errors[2 + delay:]), errors
 
 
 def test_three_groups_of_one_rank() -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 3, 5)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 3, 5)
     plan = uniform_plan(case.tables, 1)
-    got = trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 2, count=3)
-    want = simulated(case, steps, ALL_OPTIMIZERS["sgd"], 2, 3)
-    assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
-    steps, fp32, fp64 = references(case, 3, "sgd", 5)
-    assert_exact(case, trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 1, count=3), fp32, fp64)
+    got = trained(case, plan, steps, rs.ALL_OPTIMIZERS["sgd"], 2, count=3)
+    want = simulated(case, steps, rs.ALL_OPTIMIZERS["sgd"], 2, 3)
+    rs.assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
+    steps, fp32, fp64 = rs.references(case, 3, "sgd", 5)
+    got = trained(case, plan, steps, rs.ALL_OPTIMIZERS["sgd"], 1, count=3)
+    rs.assert_exact(case, got, fp32, fp64)
 
 
 @pytest.mark.parametrize("refused", ["no lookup", "id", "gradient"])
 @pytest.mark.parametrize("plan", ["striped", "rich"])
 def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
-    case = dlrm_case()
-    steps, fp32, fp64 = references(case, 4, "rowwise_adagrad", 4)
+    case = rs.dlrm_case()
+    steps, fp32, fp64 = rs.references(case, 4, "rowwise_adagrad", 4)
 
     def body(tables: ShardedTables, rank: int) -> Any:
         tables.guard.choose("stop")
@@ -200,16 +186,16 @@ def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
                     out.backward(torch.full_like(out, torch.inf if rank == 3 else 1.0))
             outputs.append([train(tables, case, batches[rank])])
         tables.barrier()
-        result = Result(outputs, {t.name: tables.read(t.name) for t in case.tables},
-                        {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
-                         for t in case.tables})
+        result = rs.Result(outputs, {t.name: tables.read(t.name) for t in case.tables},
+                           {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
+                            for t in case.tables})
         tables.barrier()
         return result
 
-    ranks = run_groups(case, PLANS[plan](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1, body)
-    got = Result([[r.outputs[s][0] for r in ranks] for s in range(4)], ranks[3].weights,
-                 ranks[3].states)
-    assert_exact(case, got, fp32, fp64)
+    ranks = run_groups(case, PLANS[plan](case), rs.ALL_OPTIMIZERS["rowwise_adagrad"], 1, body)
+    got = rs.Result([[r.outputs[s][0] for r in ranks] for s in range(4)], ranks[3].weights,
+                    ranks[3].states)
+    rs.assert_exact(case, got, fp32, fp64)
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
@@ -222,7 +208,7 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
              for n in num_tables]
 
     def step(both: list[ShardedTables], bad: bool) -> None:
-        batches = [bags_of_one(torch.arange(n) % 20 + 20 * (bad and k == 1), n)
+        batches = [rs.bags_of_one(torch.arange(n) % 20 + 20 * (bad and k == 1), n)
                    for k, n in enumerate(num_tables)]
         torch.stack([t.lookup(x).sum() for t, x in zip(both, batches, strict=True)]
                     ).sum().backward()
@@ -253,8 +239,8 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
 
 @pytest.mark.parametrize("entered", [[3], [2, 3]], ids=["one rank", "one group"])
 def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[int]) -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 4, 2)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 4, 2)
 
     def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         if is_bad:
@@ -266,18 +252,18 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
                 train(tables, case, steps[0][rank])
             assert tables.num_steps == 0
         train(tables, case, steps[1][rank])
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    bad, good = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1,
+    bad, good = (run_groups(case, PLANS["mixed"](case), rs.ALL_OPTIMIZERS["rowwise_adagrad"], 1,
                             lambda t, r, is_bad=is_bad: body(t, r, is_bad))
                  for is_bad in (True, False))
-    assert_bitwise(bad, good, "rows")
+    rs.assert_bitwise(bad, good, "rows")
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_lookup_refused_under_no_sync_is_only_missing_from_its_update(every: int) -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 4, 3)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 4, 3)
 
     def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         for k, batches in enumerate(steps):
@@ -291,12 +277,12 @@ def test_a_lookup_refused_under_no_sync_is_only_missing_from_its_update(every: i
             train(tables, case, steps[0][rank])
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    bad, good = (run_groups(case, PLANS["striped"](case), ALL_OPTIMIZERS["sgd"], every,
+    bad, good = (run_groups(case, PLANS["striped"](case), rs.ALL_OPTIMIZERS["sgd"], every,
                             lambda t, r, is_bad=is_bad: body(t, r, is_bad))
                  for is_bad in (True, False))
-    assert_bitwise(bad, good, "rows")
+    rs.assert_bitwise(bad, good, "rows")
 
 
 @pytest.mark.parametrize(("refused", "delay", "bits"), [
@@ -305,8 +291,8 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
     """Rows are averaged after steps 1, 3 and 5. A group that skips step 3, or the step at which
     averages arrive, averages after its next update, which has another learning rate. Otherwise
     the skipped step has the result of an empty batch."""
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 4, 6)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 4, 6)
 
     def body(tables: ShardedTables, rank: int, is_bad: bool) -> dict[str, torch.Tensor]:
         for k, batches in enumerate(steps):
@@ -323,21 +309,21 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
                                   ).sum().backward()
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    bad, empty = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 2,
+    bad, empty = (run_groups(case, PLANS["mixed"](case), rs.ALL_OPTIMIZERS["sgd"], 2,
                              lambda t, r, is_bad=is_bad: body(t, r, is_bad), delay=delay,
                              bits=bits)
                   for is_bad in (True, False))
-    assert_bitwise(bad, [bad[0]] * 4, "all ranks")
+    rs.assert_bitwise(bad, [bad[0]] * 4, "all ranks")
     if (refused, delay) == (2, 0):
-        assert_bitwise(empty, bad, "refused and empty")
+        rs.assert_bitwise(empty, bad, "refused and empty")
 
 
 def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -> None:
     """The collection sharded later has been updated less often."""
     def step(trained: list[ShardedTables], shift: int = 0) -> None:
-        batch = bags_of_one(torch.tensor([1]) + shift)
+        batch = rs.bags_of_one(torch.tensor([1]) + shift)
         torch.stack([t.lookup(batch).sum() for t in trained]).sum().backward()
 
     def on_rank(groups: ReplicaGroups) -> None:
@@ -368,8 +354,8 @@ def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -
 @pytest.mark.parametrize("names", [["tiny"], None], ids=["one table", "all tables"])
 def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
         names: list[str] | None, rank_freezes: bool) -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 4, 6)
+    case = rs.dlrm_case("sgd")
+    steps = rs.make_steps(case, 4, 6)
     # Ranks that have frozen all tables make no further updates.
     refused = (2, 3) if rank_freezes or names else (2,)
 
@@ -383,14 +369,14 @@ def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
         assert tables.table_steps("tiny") == len(steps) - (0 if rank_freezes else len(refused))
-        return read_all(tables)
+        return rs.read_all(tables)
 
-    found = run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 3, body)
-    assert_bitwise(found, [found[0]] * 4, "all ranks")
+    found = run_groups(case, PLANS["mixed"](case), rs.ALL_OPTIMIZERS["sgd"], 3, body)
+    rs.assert_bitwise(found, [found[0]] * 4, "all ranks")
 
 
 def test_what_replica_groups_do_not_support() -> None:
-    case = dlrm_case()
+    case = rs.dlrm_case()
 
     def body(tables: ShardedTables, rank: int) -> None:
         with pytest.raises(InvalidInputError, match="None in replica groups"):
@@ -412,11 +398,11 @@ def test_groups_move_to_another_plan(every: int, delay: int, bits: int,
                                      domains: Sequence[int] | None) -> None:
     """The numbers are those of a run that is synchronized instead; rows that change under the new
     plan are averaged as well."""
-    case = dlrm_case()
-    steps = make_steps(case, 4, 8)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 4, 8)
     before, after = PLANS["striped"](case), PLANS["rich"](case)
 
-    def body(tables: ShardedTables, rank: int, moves: bool) -> Result:
+    def body(tables: ShardedTables, rank: int, moves: bool) -> rs.Result:
         outputs = []
         changed = tables.replicas.changed_rows()
         for k, batches in enumerate(steps):
@@ -425,14 +411,14 @@ def test_groups_move_to_another_plan(every: int, delay: int, bits: int,
                 tables.replicas.synchronize()
                 assert changed.take() is not None
             if k == 3 and moves:
-                tables.migrate(with_tables(after, [*tables.specs.values()]))
+                tables.migrate(rs.with_tables(after, [*tables.specs.values()]))
                 assert changed.take() is None  # a delta would not be enough
                 changed.restart()
         tables.replicas.synchronize()
         tables.barrier()
         assert any(x.size for x in changed.take().values())
-        found = Result(outputs, {n: tables.read(n) for n in tables.specs},
-                       {n: tables.read(n, part="momentum1") for n in tables.specs})
+        found = rs.Result(outputs, {n: tables.read(n) for n in tables.specs},
+                          {n: tables.read(n, part="momentum1") for n in tables.specs})
         tables.barrier()
         return found
 
@@ -441,16 +427,17 @@ def test_groups_move_to_another_plan(every: int, delay: int, bits: int,
                                 domains=domains, delay=delay, bits=bits)
                      for moves in (True, False))
     for of in moved[1:]:
-        same_bits(Result([], of.weights, of.states), Result([], moved[0].weights, moved[0].states),
-                  "groups", True)
+        rs.same_bits(rs.Result([], of.weights, of.states),
+                     rs.Result([], moved[0].weights, moved[0].states), "groups", True)
     tolerance = 2e-5 if bits == 32 else 1e-2  # codes may differ where plans split columns
     for got, want in zip(moved, stayed, strict=True):
-        assert_near(vars(got) | {"replicas": {}}, vars(want) | {"replicas": {}}, "moved", tolerance)
+        rs.assert_near(vars(got) | {"replicas": {}}, vars(want) | {"replicas": {}}, "moved",
+                       tolerance)
 
 
 def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 4, 2)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 4, 2)
     begin = ShardedTables._begin_migration
 
     def fails(tables: ShardedTables, *arguments: Any) -> Any:
@@ -460,7 +447,7 @@ def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         train(tables, case, steps[0][rank])
-        other = with_tables(PLANS["mixed"](case), [*tables.specs.values()])
+        other = rs.with_tables(PLANS["mixed"](case), [*tables.specs.values()])
         for ranks in ((0, 1), (0, 1, 2)):  # one group, and one rank in a group
             with pytest.raises(InvalidInputError, match="construct other tables"):
                 tables.migrate(other if rank in ranks else tables.plan)

@@ -1,7 +1,5 @@
 """Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding independent of plans."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -14,31 +12,19 @@ from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_formulas import EVERY
-from tests.rounding_reference import philox4x32, round_stochastically, rounding_bits
-from tests.runtime_support import (
-    Case,
-    assert_bitwise,
-    bags_of_one,
-    dlrm_case,
-    initial_weights,
-    make_steps,
-    mixed_plan,
-    rank_loss,
-    run_ranks,
-    with_tables,
-)
+from tests import runtime_support as rs
+from tests.references import EVERY, philox4x32, round_stochastically, rounding_bits
 from tests.support import pushed
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
 
 
-def narrow(case: Case, dtype: str) -> Case:
+def narrow(case: rs.Case, dtype: str) -> rs.Case:
     return replace(case, tables=tuple(replace(t, dtype=dtype) for t in case.tables))
 
 
-def split_by_columns(case: Case, world_size: int) -> Plan:
+def split_by_columns(case: rs.Case, world_size: int) -> Plan:
     """Pieces do not start at multiples of eight columns, and are on different ranks."""
     tables = []
     for k, t in enumerate(case.tables):
@@ -52,21 +38,21 @@ def split_by_columns(case: Case, world_size: int) -> Plan:
     return Plan(world_size, tuple(tables))
 
 
-def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
+def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
           start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Train tables of `dtype` ("" = their own dtypes) from initial weights rounded to `start`;
     returns rows and all outputs."""
     own = case.with_optimizer(optimizer.name)
     own = narrow(own, dtype) if dtype else own
-    tables = ShardedTables(with_tables(plan, own.tables), own.features, group, optimizer,
+    tables = ShardedTables(rs.with_tables(plan, own.tables), own.features, group, optimizer,
                            1.0 / group.world_size, SEED)
-    for name, weight in initial_weights(case).items():
+    for name, weight in rs.initial_weights(case).items():
         tables.write(name, weight.to(start or NARROW[dtype]))
     tables.flush_replicas()
     found = {}
     for k, batches in enumerate(steps):
         out = tables.lookup(batches[group.rank].lookup(own))
-        rank_loss(out, batches[group.rank].target).backward()
+        rs.rank_loss(out, batches[group.rank].target).backward()
         found[f"output {k}"] = out.detach().clone()
     tables.barrier()
     found |= {t.name: tables.read(t.name) for t in own.tables}
@@ -81,9 +67,9 @@ def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
     return found
 
 
-def all_ranks(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
+def all_ranks(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
               start: torch.dtype | None = None, num_threads: int = 1) -> list[dict]:
-    return run_ranks(plan.world_size, lambda group: train(
+    return rs.run_ranks(plan.world_size, lambda group: train(
         case, plan, steps, optimizer, dtype, group, start), num_threads)
 
 
@@ -158,7 +144,7 @@ def test_nonfinite_numbers_are_kept(dtype: str) -> None:
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
-def rounded_step(case: Case, wide: dict, dtype: str, step: int = 1) -> dict[str, torch.Tensor]:
+def rounded_step(case: rs.Case, wide: dict, dtype: str, step: int = 1) -> dict[str, torch.Tensor]:
     """The rows expected after a step whose fp32 result is `wide`."""
     found = {}
     for t in case.tables:
@@ -172,20 +158,20 @@ def rounded_step(case: Case, wide: dict, dtype: str, step: int = 1) -> dict[str,
 @pytest.mark.parametrize("dtype", NARROW)
 def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
     """For every optimizer and kind of plan, a step is bitwise the rounded fp32 step."""
-    case = dlrm_case(EVERY[optimizer].name, weighted=True)
-    plans = ((1, mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
-        dtype == "float16") else ((2, mixed_plan(case.tables, 2, 1)),
+    case = rs.dlrm_case(EVERY[optimizer].name, weighted=True)
+    plans = ((1, rs.mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
+        dtype == "float16") else ((2, rs.mixed_plan(case.tables, 2, 1)),
                                   (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
-        steps = make_steps(case, world_size, 1, seed=2)
+        steps = rs.make_steps(case, world_size, 1, seed=2)
         wide = all_ranks(case, plan, steps, EVERY[optimizer], "float32", NARROW[dtype])
         got = all_ranks(case, plan, steps, EVERY[optimizer], dtype)
         want = rounded_step(case, wide[0], dtype)
-        start = initial_weights(case)
+        start = rs.initial_weights(case)
         for rank, found in enumerate(got):
-            assert_bitwise(found["output 0"], wide[rank]["output 0"], "pooled in fp32")
+            rs.assert_bitwise(found["output 0"], wide[rank]["output 0"], "pooled in fp32")
             for t in case.tables:
-                assert_bitwise(bits(found)[t.name], want[t.name].view(torch.int16).int(), t.name)
+                rs.assert_bitwise(bits(found)[t.name], want[t.name].view(torch.int16).int(), t.name)
         large = got[0]["large"]
         assert not torch.equal(large, start["large"].to(large.dtype))
         assert not torch.equal(large, wide[0]["large"].to(large.dtype)), "rounded to nearest"
@@ -194,34 +180,34 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
-    case = dlrm_case()
-    steps = make_steps(case, world_size, 3, seed=3)
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, world_size, 3, seed=3)
     optimizer = EVERY["rowwise_adagrad_l2"]
     (want, *_) = (bits(x) for x in all_ranks(
         case, uniform_plan(case.tables, world_size, "striped"), steps, optimizer, dtype))
-    plans = [mixed_plan(case.tables, world_size, s) for s in range(3)]
+    plans = [rs.mixed_plan(case.tables, world_size, s) for s in range(3)]
     for plan in (*plans, uniform_plan(case.tables, world_size, "replicated")):
         for rank, found in enumerate(all_ranks(case, plan, steps, optimizer, dtype)):
             found = bits(found)
-            assert_bitwise({t.name: found[t.name] for t in case.tables},
-                           {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
+            rs.assert_bitwise({t.name: found[t.name] for t in case.tables},
+                              {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
             for name in (n for n in found if n.startswith("replica")
                          and plan.table(n.split()[1]).tiers[0].ranks == tuple(range(world_size))
                          and len(plan.table(n.split()[1]).tiers) == 1):
-                assert_bitwise(found[name], found[name.split()[1]], name)
+                rs.assert_bitwise(found[name], found[name.split()[1]], name)
             if rank == 0:
-                assert_bitwise([found[f"output {k}"] for k in range(3)],
-                               [want[f"output {k}"] for k in range(3)], "outputs")
+                rs.assert_bitwise([found[f"output {k}"] for k in range(3)],
+                                  [want[f"output {k}"] for k in range(3)], "outputs")
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_threads_and_repeated_runs_change_no_bit(dtype: str) -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 2, 3, seed=3)
-    runs = [all_ranks(case, mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
+    case = rs.dlrm_case()
+    steps = rs.make_steps(case, 2, 3, seed=3)
+    runs = [all_ranks(case, rs.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
                       num_threads=n) for n in (1, 1, 3)]
     for other in runs[1:]:
-        assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
+        rs.assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -229,17 +215,17 @@ def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
     """Covers all 65,536 values as read by the kernels, and updates of rows that are not finite."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype])
     table = TableSpec("t", 1024, 64, ("f",), "sum", dtype, "sgd")
-    case = Case((table,), ("f",))
+    case = rs.Case((table,), ("f",))
 
     def body(group) -> tuple[torch.Tensor, torch.Tensor]:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
         tables.write("t", every.view(1024, 64))
         tables.flush_replicas()
-        out = tables.lookup(bags_of_one(torch.arange(1024)))
+        out = tables.lookup(rs.bags_of_one(torch.arange(1024)))
         out.backward(torch.zeros_like(out))
         return out.detach(), tables.read("t")
 
-    ((out, after),) = run_ranks(1, body)
+    ((out, after),) = rs.run_ranks(1, body)
     want = every.float().view(1024, 64)
     same = (out == want) | (out.isnan() & want.isnan())
     assert same.all()
@@ -250,18 +236,18 @@ def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
 def test_small_updates_are_not_lost() -> None:
     """1,000 steps of a hundredth of a bfloat16 step each: nearest rounding would never change w."""
     table = TableSpec("t", 512, 16, ("f",), "sum", "bfloat16", "sgd")
-    case = Case((table,), ("f",))
+    case = rs.Case((table,), ("f",))
 
     def body(group) -> torch.Tensor:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
         tables.write("t", torch.full((512, 16), 1.5))
         tables.flush_replicas()
-        batch = bags_of_one(torch.arange(512))
+        batch = rs.bags_of_one(torch.arange(512))
         for _ in range(1000):
             tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))
         return tables.read("t").float()
 
-    (rows,) = run_ranks(1, body)
+    (rows,) = rs.run_ranks(1, body)
     moved = 1000 * 2.0**-7 / 100
     # One element's deviation: sqrt(steps * p (1 - p)) steps of 2^-7; 8,192 elements.
     deviation = (1000 * 0.01 * 0.99) ** 0.5 * 2.0**-7
@@ -270,13 +256,13 @@ def test_small_updates_are_not_lost() -> None:
 
 
 def test_dtypes_mixed_in_one_collection() -> None:
-    case = dlrm_case()
+    case = rs.dlrm_case()
     mixed = replace(case, tables=tuple(
         replace(t, dtype=d) for t, d in zip(
             case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
-    steps = make_steps(case, 2, 1, seed=5)
-    got = all_ranks(mixed, mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
+    steps = rs.make_steps(case, 2, 1, seed=5)
+    got = all_ranks(mixed, rs.mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
     for t in mixed.tables:
-        alone = all_ranks(case, mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
+        alone = all_ranks(case, rs.mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
                           torch.float32 if t.dtype == "float32" else None)
         assert torch.equal(got[0][t.name], alone[0][t.name]), t.name

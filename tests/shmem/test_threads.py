@@ -1,7 +1,5 @@
 """Threads of one process that use one rank's tables at the same time."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,6 @@
-"""The runtime's counters equal those of a replay of the same batches."""
+"""Counters of the runtime: rows read, bytes sent and times of phases, compared with a replay."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,27 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from oper.plan import Plan
-from oper.rows.traffic import KIND, KINDS, Traffic
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.rows.traffic import KIND, KINDS, SENT, Traffic
 from oper.search.replay.simulate import Bags, RankBatch, Replay
+from oper.search.replay.wire import WireReplay
+from oper.shmem.counters.phases import BUCKETS_US, PHASES
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
-from tests.runtime_support import (
-    OPTIMIZERS,
-    Batch,
-    Case,
-    dlrm_case,
-    make_steps,
-    open_tables,
-    plans_for,
-    rank_loss,
-    rich_plan,
-    run_ranks,
-    with_tables,
-)
+from oper.tables import TableSpec
+from tests import runtime_support as rs
+from tests.support import pushed
 
 
-def as_bags(case: Case, batch: Batch, trains_weights: bool = False) -> RankBatch:
+def as_bags(case: rs.Case, batch: rs.Batch, trains_weights: bool = False) -> RankBatch:
     lengths = batch.lengths.reshape(len(case.keys), batch.size).numpy().astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
     ids = batch.ids.numpy().astype(np.int64)
@@ -38,30 +30,30 @@ def as_bags(case: Case, batch: Batch, trains_weights: bool = False) -> RankBatch
             for k, key in enumerate(case.keys)}
 
 
-def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, group: Any,
+def executed(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: Any, group: Any,
              read: Callable[[ShardedTables], Any] = ShardedTables.traffic,
              prepare: Callable[[ShardedTables], None] = lambda tables: None,
              trains_weights: bool = False) -> Any:
     """Train `steps` on one rank after ``prepare(tables)``; returns ``read(tables)``, by default the
     counters."""
-    tables = open_tables(case, plan, group, optimizer)
+    tables = rs.open_tables(case, plan, group, optimizer)
     prepare(tables)
     tables.sent_bytes(reset=True)
     for batches in steps:
         batch = batches[group.rank]
         if trains_weights:
             batch.weights = batch.weights.detach().requires_grad_()
-        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
     found = read(tables)
     tables.barrier()
     tables.close()
     return found
 
 
-def assert_equal(case: Case, plan: Plan, steps: list[list[Batch]], found: list[Traffic],
+def assert_equal(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], found: list[Traffic],
                  trains_weights: bool = False, **options: Any) -> None:
     """Check that the counters equal those of a replay with these `options`."""
-    replay = Replay(with_tables(plan, case.tables), **options)
+    replay = Replay(rs.with_tables(plan, case.tables), **options)
     total = replay.empty()
     for batches in steps:
         step = replay.step([as_bags(case, b, trains_weights) for b in batches])
@@ -74,22 +66,22 @@ def assert_equal(case: Case, plan: Plan, steps: list[list[Batch]], found: list[T
         assert np.array_equal(mine.num_bytes, theirs.num_bytes)
 
 
-def all_plans(case: Case, world_size: int) -> dict[str, Plan]:
-    plans = plans_for(case.tables, world_size)
+def all_plans(case: rs.Case, world_size: int) -> dict[str, Plan]:
+    plans = rs.plans_for(case.tables, world_size)
     for seed in (1, 2):
-        plans[f"push{seed}"] = rich_plan(case.tables, world_size, seed, columns=False)
-        plans[f"push, columns{seed}"] = rich_plan(case.tables, world_size, seed, columns=True)
+        plans[f"push{seed}"] = rs.rich_plan(case.tables, world_size, seed, columns=False)
+        plans[f"push, columns{seed}"] = rs.rich_plan(case.tables, world_size, seed, columns=True)
     return plans
 
 
 @pytest.mark.parametrize("world_size, optimizer", [
     (1, "sgd"), (2, "rowwise_adagrad"), (4, "sgd"), (4, "rowwise_adagrad")])
 def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: str) -> None:
-    case = dlrm_case(optimizer)
-    steps = make_steps(case, world_size, 4)
+    case = rs.dlrm_case(optimizer)
+    steps = rs.make_steps(case, world_size, 4)
     for plan in all_plans(case, world_size).values():
-        found = run_ranks(world_size, lambda g, plan=plan: executed(
-            case, plan, steps, OPTIMIZERS[optimizer], g))
+        found = rs.run_ranks(world_size, lambda g, plan=plan: executed(
+            case, plan, steps, rs.OPTIMIZERS[optimizer], g))
         assert_equal(case, plan, steps, found)
 
 
@@ -97,21 +89,21 @@ def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: st
                                        RowWiseAdagrad(lr=0.05, max_row_norm=0.01)],
                          ids=["sgd", "rowwise_adagrad"])
 def test_squares_of_clipped_rows_equal_the_replay(optimizer: Any) -> None:
-    case = dlrm_case(optimizer.name)
-    steps = make_steps(case, 2, 3)
-    plan = rich_plan(case.tables, 2, 1, columns=True)
-    found = run_ranks(2, lambda g: executed(case, plan, steps, optimizer, g))
+    case = rs.dlrm_case(optimizer.name)
+    steps = rs.make_steps(case, 2, 3)
+    plan = rs.rich_plan(case.tables, 2, 1, columns=True)
+    found = rs.run_ranks(2, lambda g: executed(case, plan, steps, optimizer, g))
     assert found[0].counts[KIND["squares"]].sum() > 0
     assert_equal(case, plan, steps, found, clipped=[t.name for t in case.tables])
 
 
 def test_weights_and_their_gradients_are_counted() -> None:
-    case = replace(dlrm_case(), weighted=True, id_dtype=torch.int32)
-    steps = make_steps(case, 2, 3)
-    plan = rich_plan(case.tables, 2, 3, columns=True)
+    case = replace(rs.dlrm_case(), weighted=True, id_dtype=torch.int32)
+    steps = rs.make_steps(case, 2, 3)
+    plan = rs.rich_plan(case.tables, 2, 3, columns=True)
     for trains_weights in (False, True):
-        found = run_ranks(2, lambda g, trains=trains_weights: executed(
-            case, plan, steps, OPTIMIZERS["rowwise_adagrad"], g, trains_weights=trains),
+        found = rs.run_ranks(2, lambda g, trains=trains_weights: executed(
+            case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], g, trains_weights=trains),
             num_threads=2)
         assert_equal(case, plan, steps, found, trains_weights)
         assert (found[0].counts[KIND["weight_rows"]].sum() > 0) == trains_weights
@@ -119,19 +111,254 @@ def test_weights_and_their_gradients_are_counted() -> None:
 
 def test_reads_without_gradients_and_reset() -> None:
     """A lookup without gradients reads pushed tiers directly; a reset sets counters to zero."""
-    case = dlrm_case("sgd")
-    plan = rich_plan(case.tables, 2, 1, columns=False)
-    (batches,) = make_steps(case, 2, 1)
+    case = rs.dlrm_case("sgd")
+    plan = rs.rich_plan(case.tables, 2, 1, columns=False)
+    (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: Any) -> tuple[Traffic, Traffic]:
-        tables = open_tables(case, plan, group, SGD(lr=0.1))
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.1))
         with torch.no_grad():
             tables.lookup(batches[group.rank].lookup(case))
         found = tables.traffic(reset=True)
         return found, tables.traffic()
 
-    own = with_tables(plan, case.tables)
+    own = rs.with_tables(plan, case.tables)
     expected = Replay(own, training=False).step([as_bags(case, b) for b in batches])
-    for (found, after), mine in zip(run_ranks(2, body), expected, strict=True):
+    for (found, after), mine in zip(rs.run_ranks(2, body), expected, strict=True):
         assert np.array_equal(found.counts, mine.counts) and found.num_forward == 1
         assert not after.counts.any() and after.num_forward == 0
+
+
+# ---- bytes between memory domains ----------------------------------------------------------------
+
+DOMAINS = [(0, 1), (0, 1, 0, 1), (0, 0, 1, 2)]
+
+
+def check(case: rs.Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, **options: Any
+          ) -> None:
+    world = len(domains)
+    steps = rs.make_steps(case, world, 3)
+    found = rs.run_ranks(world, lambda g: executed(case, plan, steps, optimizer, g,
+                                                   ShardedTables.sent_bytes), domains=domains)
+    own = rs.with_tables(plan, case.with_optimizer(optimizer.name).tables)
+    replay = WireReplay(own, domains, training=True, **options)
+    total = sum(replay.step([as_bags(case, b) for b in batches]) for batches in steps)
+    for k, kind in enumerate(SENT):
+        counted = np.array([sent[kind] for sent in found])
+        assert np.array_equal(total[k], counted), f"{kind}: {total[k]} {counted}"
+    assert total.sum() > 0
+
+
+@pytest.mark.parametrize("optimizer, domains", [
+    *(("rowwise_adagrad", d) for d in DOMAINS), ("sgd", (0, 1, 0, 1))], ids=str)
+def test_sent_bytes_equal_the_replay(optimizer: str, domains: tuple[int, ...]) -> None:
+    case = replace(rs.dlrm_case(optimizer), weighted=optimizer == "sgd")
+    owned = pushed(uniform_plan(case.tables, len(domains), "owned"))
+    for plan in (owned, *all_plans(case, len(domains)).values()):
+        check(case, plan, domains, rs.OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("domains", DOMAINS, ids=str)
+def test_replayed_keys_are_the_sent_keys(domains: tuple[int, ...]) -> None:
+    """Keys with and without a row, of one table with two features and of small tables."""
+    case, world = rs.dlrm_case(), len(domains)
+    names = {"two_features", "large", "tiny"}
+    rule = DynamicTable(admit_after=3, init_bound=0.1)
+    plan = uniform_plan(case.tables, world, "striped")
+    steps = rs.make_steps(case, world, 4)
+
+    def body(group: Any) -> tuple[list[RankBatch], dict[str, list[int]]]:
+        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["rowwise_adagrad"])
+        tables.open_keys({name: rule for name in names})
+        tables.sent_bytes(reset=True)
+        found = []
+        for batches in steps:
+            batch = batches[group.rank]
+            with torch.no_grad():
+                rows = tables.keys.translate(batch.lookup(case)).ids
+            found.append(as_bags(case, replace(batch, ids=rows)))
+            tables.lookup(batch.lookup(case)).sum().backward()
+        sent = tables.sent_bytes()
+        tables.barrier()
+        tables.close()
+        return found, sent
+
+    found = rs.run_ranks(world, body, domains=domains)
+    replay = WireReplay(plan, domains, training=True, dynamic=names)
+    for k, kind in enumerate(SENT):
+        total = sum(replay.step(ranks)[k]
+                    for ranks in zip(*(rows for rows, _ in found), strict=True))
+        counted = np.array([sent[kind] for _, sent in found])
+        assert np.array_equal(total, counted), f"{kind}: {total} {counted}"
+    assert counted.sum() > 4 * 1024 * np.count_nonzero(replay.far)
+
+
+@pytest.mark.parametrize("domains", DOMAINS, ids=str)
+def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[int, ...]) -> None:
+    """Results are bitwise those of training, bytes those of a replay; in one domain rows are read
+    directly and nothing is sent."""
+    case = rs.dlrm_case("sgd")
+    (batches,) = rs.make_steps(case, len(domains), 1)
+
+    def body(group: Any, optimizer: Any) -> tuple[torch.Tensor, dict[str, list[int]], np.ndarray]:
+        tables = rs.open_tables(case, plan, group, optimizer)
+        tables.sent_bytes(reset=True)
+        tables.traffic(reset=True)
+        out = [tables.lookup(batches[group.rank].lookup(case)).detach() for _ in range(2)]
+        assert torch.equal(*out)
+        found = out[0].clone(), tables.sent_bytes(), tables.traffic().counts
+        tables.barrier()
+        tables.close()
+        return found
+
+    for plan in all_plans(case, len(domains)).values():
+        read, trained = (rs.run_ranks(len(domains), lambda g, o=o: body(g, o), domains=domains)
+                         for o in (None, rs.OPTIMIZERS["sgd"]))
+        direct = rs.run_ranks(len(domains), lambda g: body(g, None))
+        for (out, *_), (want, *_), (near, sent, _) in zip(read, trained, direct, strict=True):
+            assert torch.equal(out, want) and not any(map(sum, sent.values()))
+            torch.testing.assert_close(out, near)
+        own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
+        ids = [as_bags(case, b) for b in batches]
+        total = 2 * WireReplay(own, domains, training=False).step(ids)
+        for k, kind in enumerate(SENT):
+            executed = np.array([sent[kind] for _, sent, _ in read])
+            assert np.array_equal(total[k], executed), f"{kind}: {total[k]} {executed}"
+        replay = Replay(own, training=False, num_domains=len(set(domains)))
+        for (_, _, counts), mine in zip(read, replay.step(ids), strict=True):
+            for kind in ("ids", "partial_sums"):
+                assert np.array_equal(counts[KIND[kind]], 2 * mine.counts[KIND[kind]]), kind
+
+
+def test_quantised_rows_are_not_pooled_for_others() -> None:
+    """Owners cannot sum quantised rows, so readers fetch the rows."""
+    case = rs.dlrm_case("sgd")
+    coded = replace(case, tables=tuple(replace(t, dtype="int8", optimizer="none")
+                                       for t in case.tables if t.dim % 4 == 0))
+    plan = pushed(uniform_plan(coded.tables, 2, "owned"))
+    ids = [as_bags(coded, b) for b in rs.make_steps(coded, 2, 1)[0]]
+    sent = WireReplay(plan, (0, 1), training=False).step(ids).sum(axis=(1, 2))
+    assert sent[SENT.index("rows")] > 0 and not sent[SENT.index("partial_sums")]
+
+
+@pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8),
+                                  {"wide": (8, 16), "large": 8, "left": 8, "means": 16}], ids=str)
+def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
+    """Bytes are equal for tables of 1 to 200 columns and for their column pieces."""
+    case = rs.dlrm_case("rowwise_adagrad")
+    case = replace(case, tables=tuple(replace(t, dtype="float16") if t.name == "large" else t
+                                      for t in case.tables))
+    plan = replace(rs.rich_plan(case.tables, 2, 1, columns=True), message_bits=bits)
+    assert min(p.stop - p.start for t in plan.tables for p in t.pieces) < 3
+    check(case, plan, (0, 1), RowWiseAdagrad(lr=0.05, max_row_norm=0.01),
+          clipped=[t.name for t in case.tables])
+
+
+def test_owners_of_pushed_tables_read_their_own_rows() -> None:
+    """A rank that owns an entire pushed table reads it like a pulled one."""
+    case = rs.dlrm_case("rowwise_adagrad")
+    steps = rs.make_steps(case, 4, 3)
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    plan = pushed(uniform_plan(case.tables, 4, "owned"))
+    rs.same_bits(rs.train_virtual(case, plan, steps, chosen, domains=(0, 1, 1, 2)),
+                 rs.train_virtual(case, plan, steps, chosen))
+    found = sum(t.counts[:, :, t.rank] for t in rs.run_ranks(4, lambda g: executed(
+        case, plan, steps[:1], chosen, g)))
+    assert found[KIND["rows"]].sum() > 0
+    assert not found[[KIND["ids"], KIND["partial_sums"], KIND["gradient_ids"]]].any()
+
+
+def test_long_requests_with_another_last_id_are_sent_again() -> None:
+    """The backward pass of a batch older than the last two lookups sends its requests again."""
+    table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
+    plan = Plan(2, (TablePlan(table, (Piece(0, 4, (
+        Tier(0, 300, "owned", (1,), mode="push"),)),)),))
+    case, num_ids = rs.Case((table,), ("f",)), 5000
+    ids = torch.arange(num_ids) % 299
+
+    def body(group: Any) -> tuple[list[int], torch.Tensor]:
+        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["sgd"])
+        found, sums = [], []
+        for last in (299, 7, 7):
+            batch = rs.bags_of_one(torch.cat([ids, torch.tensor([last])]))
+            sums.append(tables.lookup(batch).sum())
+        for each in sums[1:] + sums[:1]:
+            tables.sent_bytes(reset=True)
+            each.backward()
+            found.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        rows = tables.read("t")
+        tables.barrier()
+        tables.close()
+        return found, rows
+
+    several, one = rs.run_ranks(2, body, domains=(0, 1)), rs.run_ranks(2, body)
+    rs.assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
+    slots, bags = (-(-(num_ids + 1) * bits // 32) * 4 for bits in (9, 1))
+    assert [sent for sent, _ in several] == [[0, 0, slots + bags], [0, 0, 0]]
+
+
+def test_ids_are_sent_again_only_if_they_differ() -> None:
+    """Owners keep the requests of the last two lookups; the backward pass of an earlier batch, or
+    with other weights, sends its requests again."""
+    case = replace(rs.dlrm_case("sgd"), weighted=True)
+    plan = pushed(uniform_plan(case.tables, 2, "striped"))
+    steps = rs.make_steps(case, 2, 3)
+
+    def body(group: Any) -> tuple[list[int], list[torch.Tensor]]:
+        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["sgd"])
+        sent = []
+        batches = [step[group.rank] for step in steps]
+        losses = [rs.rank_loss(tables.lookup(x.lookup(case)), x.target) for x in batches]
+        for loss in losses:
+            tables.sent_bytes(reset=True)
+            loss.backward()
+            sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        b = batches[1]
+        other = replace(b, weights=b.weights * 2)
+        loss = rs.rank_loss(tables.lookup(other.lookup(case)), b.target)
+        for _ in range(2):
+            tables.lookup(b.lookup(case))
+        tables.sent_bytes(reset=True)
+        loss.backward()
+        sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        rows = [tables.read(t.name) for t in case.tables]
+        tables.barrier()
+        tables.close()
+        return sent, rows
+
+    several, one = rs.run_ranks(2, body, domains=(0, 1)), rs.run_ranks(2, body)
+    rs.assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
+    oldest, last, newest, other = np.sum([sent for sent, _ in several], axis=0).tolist()
+    assert oldest > 0 and last == newest == 0 and other > 0
+
+
+# ---- times of phases -----------------------------------------------------------------------------
+
+
+def bucket(ns: int) -> int:
+    """Return the number of the bucket of a time: the first bound above the time."""
+    return next((k for k, us in enumerate(BUCKETS_US) if ns < 1000 * us), len(BUCKETS_US))
+
+
+def test_every_batch_is_counted() -> None:
+    case = rs.dlrm_case("sgd")
+    tables = rs.open_alone(case, rs.OPTIMIZERS["sgd"])
+    taken: dict[str, list[int]] = defaultdict(list)
+    for seed in range(8):
+        batch = rs.make_batch(case, seed, 16)
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        for name, ns in tables.phase_ns().items():
+            taken[name].append(ns)
+    found = tables.phase_histograms()
+    assert list(found) == list(PHASES)
+    for name, (sum_ns, counts) in found.items():
+        want = [0] * (len(BUCKETS_US) + 1)
+        for ns in taken[name]:
+            want[bucket(ns)] += 1
+        assert sum_ns == sum(taken[name]) and list(counts) == want, name
+    assert tables.phase_histograms(reset=True) == found
+    with torch.no_grad():
+        tables.lookup(batch.lookup(case))
+    assert {name: sum(h.counts) for name, h in tables.phase_histograms().items()} == {
+        **dict.fromkeys(PHASES, 0), "forward": 1}
+    tables.close()

@@ -1,7 +1,5 @@
 """A small preprocessed log and its statistics, made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,17 +1,41 @@
-"""Configuration: flags override the file, which overrides defaults; one error per mistake."""
+"""Configuration of runs: flags, file, defaults; runs that start from another; names of columns."""
 
-from __future__ import annotations
-
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
 
 import oper
+from oper.data import (
+    Folder,
+    PreprocessOptions,
+    SyntheticLog,
+    analyze_folder,
+    load_recipe,
+    preprocess,
+    write_synthetic_log,
+)
+from oper.data.generic import Choice, generic_recipe
+from oper.data.vocabulary.finished import extend
 from oper.errors import FileFormatError, InvalidInputError, UsageError
+from oper.rows.remap import load_remap
+from oper.serve.model import load_model
+from oper.shmem.counters.phases import PHASES
 from oper.train.config import TrainConfig, load_config, parse_settings
 from oper.train.engines import table_optimizer
-from tests.support import ROOT, run_command
+from oper.train.loop import train
+from oper.train.metrics import BinaryMetrics, auc, log_loss
+from oper.train.model import load_state
+from oper.train.names import table_name
+from tests.support import ROOT, read_trace, run_command, run_here
+from tests.train.conftest import Prepared
+from tests.train.test_train import config, lines, run_ranks, words
 
 FILE = """
 data = "clicks"
@@ -154,3 +178,241 @@ def test_a_number_of_another_kind_is_refused_where_it_is_given(name: str, value:
     with pytest.raises(InvalidInputError, match=f"{name}=.*, expected an integer >= "):
         TrainConfig(data="clicks", **{name: value})  # type: ignore[arg-type]
     assert TrainConfig(data="clicks", batch_size=np.int64(3)).batch_size == 3
+
+
+# ---- runs that start from another run ------------------------------------------------------------
+
+KAGGLE = load_recipe("criteo-kaggle")
+FLAGS = {"max_steps": 6, "batch_size": 64, "checkpoint_every": 6, "log_every": 1}
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with statistics: `day0`, `new` (day 0 with its rows in another order), and day 1 with
+    the vocabulary of each (`old1`, `new1`)."""
+    root: Path = tmp_path_factory.mktemp("days")
+    cardinalities = tuple(9 + 23 * k for k in range(26))
+    log = write_synthetic_log(root / "log.txt", SyntheticLog(6000, 5, cardinalities)).read_text()
+    rows = log.splitlines(keepends=True)
+    for day in (0, 1):
+        (root / f"{day}.txt").write_text("".join(rows[3000 * day:][:3000]))
+    preprocess(KAGGLE, [str(root / "0.txt")], root / "day0", PreprocessOptions(min_count=2))
+    old = PreprocessOptions(vocabulary=root / "day0")
+    preprocess(KAGGLE, [str(root / "1.txt")], root / "old1", old)
+    extend(root / "day0", [root / "old1"], root / "new", min_count=10**9, reorder=True)
+    preprocess(KAGGLE, [str(root / "1.txt")], root / "new1",
+               PreprocessOptions(vocabulary=root / "new"))
+    for name in ("day0", "old1", "new1"):
+        analyze_folder(root / name).save(root / f"{name}.stats")
+    return root
+
+
+def on(days: Path, name: str) -> Prepared:
+    return Prepared(str(days / name), str(days / f"{name}.stats"))
+
+
+@pytest.fixture(scope="module")
+def first(days: Path) -> Path:
+    """Train on day 0; returns the run's folder."""
+    train(config(on(days, "day0"), days / "first", **FLAGS), show_progress=False)
+    return days / "first"
+
+
+def test_one_command_goes_on_with_renumbered_rows(days: Path, first: Path, tmp_path: Path) -> None:
+    """Results equal those of a run whose rows were never renumbered."""
+    flags: dict[str, Any] = FLAGS | {"start": str(first)}
+    train(config(on(days, "old1"), tmp_path / "plain", **flags), show_progress=False)
+    done = run_here(*words(on(days, "new1"), tmp_path / "moved", stats=days / "new1.stats",
+                           remap=days / "new", **flags))
+    assert done.returncode == 0, done.stderr
+    plain, moved = (load_state(tmp_path / n / "state.pt") for n in ("plain", "moved"))
+    assert plain.keys() == moved.keys()
+    remap, renumbered = load_remap(days / "new"), set()
+    for name, value in plain.items():
+        column = next((c for c in remap if f".{c}." in name or f"t_{c}." in name), None)
+        if column is not None:
+            rows = torch.from_numpy(remap[column]).long()
+            renumbered.add(column)
+            assert torch.equal(value, moved[name][rows]), name
+        else:
+            assert torch.equal(value, moved[name]), name
+    assert renumbered == set(remap)
+    assert sum((rows[1:] < rows[:-1]).any() for rows in remap.values()) > 10
+    losses = [[x["loss"] for x in lines(tmp_path / n) if "loss" in x] for n in ("plain", "moved")]
+    assert losses[0] == losses[1] and len(losses[0]) >= 6
+
+
+@pytest.mark.parametrize("data, remap, word", [
+    ("new1", "", "set remap"), ("old1", "new", "leave remap out")])
+def test_another_numbering_is_refused(days: Path, first: Path, tmp_path: Path, data: str,
+                                      remap: str, word: str) -> None:
+    flags = FLAGS | {"start": str(first)} | ({"remap": str(days / remap)} if remap else {})
+    with pytest.raises(InvalidInputError, match=f"numbering of the rows.*{word}"):
+        train(config(on(days, data), tmp_path / "run", **flags), show_progress=False)
+
+
+# ---- columns of any name -------------------------------------------------------------------------
+
+NAMES = ("type", "items", "keys", "values", "update", "to", "train", "user.id", "type_",
+         "user%2Eid", "__init__", "forward", "plain", "T_destination", "ä b")
+
+
+def test_every_column_name_trains_in_every_way(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with (tmp_path / "log.csv").open("w") as log:
+        log.write(",".join(["y", "dense.one", *NAMES]) + "\n")
+        for row in rng.integers(0, 9, (400, len(NAMES))).tolist():
+            log.write(",".join(map(str, [row[0] % 2, row[1], *row])) + "\n")
+    recipe = generic_recipe("csv", Choice(NAMES, "y", ["dense.one"]))
+    preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "data", PreprocessOptions())
+    analyze_folder(tmp_path / "data").save(tmp_path / "stats")
+    plan = str(tmp_path / "plan.json")
+    made = run_here("plan", str(tmp_path / "stats"), "--topology", "this-host", "--world-size", "1",
+                    "--dim", "8", "--batch-size", "64", "-o", plan)
+    assert made.returncode == 0, made.stderr
+    flags = {"batch_size": 64, "model.dim": 8, "model.dense_layers": [8], "model.over_layers": [8],
+             "data": str(tmp_path / "data")}
+    found = {}
+    for name, more in {"none": {"sharding": "none"}, "oper": {"stats": str(tmp_path / "stats")},
+                       "plan": {"plan": plan}}.items():
+        found[name] = train(load_config(None, flags | more | {"out": str(tmp_path / name)}),
+                            show_progress=False)
+    for name in ("oper", "plan"):
+        assert found[name]["auc"] == pytest.approx(found["none"]["auc"], abs=1e-3)
+    assert set(load_state(tmp_path / "oper" / "state.pt")) == set(
+        load_state(tmp_path / "none" / "state.pt"))
+    written = json.loads((tmp_path / "oper" / "config.json").read_text())["model"]["tables"]
+    assert [t["name"] for t in written] == list(Folder.open(tmp_path / "data").sparse)
+    load_model(tmp_path / "oper").close()
+
+
+@given(st.lists(st.sampled_from(["type", "_", ".", "%", "%2E", "%25", "a", "to", "__init__"]),
+                min_size=1, max_size=4).map("".join),
+       st.lists(st.sampled_from(["type", "_", ".", "%", "%2E", "%25", "a", "to", "__init__"]),
+                min_size=1, max_size=4).map("".join))
+def test_names_stay_different_and_usable(a: str, b: str) -> None:
+    assert (table_name(a) == table_name(b)) == (a == b)
+    nn.ModuleDict({table_name(a): nn.Identity()})
+
+
+def test_every_name_that_torch_takes_itself_is_changed() -> None:
+    for name in dir(nn.ModuleDict()):
+        nn.ModuleDict({table_name(name): nn.Identity()})
+    assert table_name("C1") == "C1" and table_name("item_id") == "item_id"
+
+
+# ---- traces, and phases in metrics ---------------------------------------------------------------
+
+
+def steps_in(path: Path) -> dict[str, Any]:
+    """Return the number of phase bars by step."""
+    found: dict[int, int] = {}
+    for event in read_trace(path)["traceEvents"]:
+        if event.get("cat") == "phase":
+            step = event["args"]["step"]
+            found[step] = found.get(step, 0) + 1
+    return found
+
+
+def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    (out, _), _ = run_ranks([
+        *words(prepared, tmp_path / "run", stats=prepared.stats, batch_size=128, max_steps=7),
+        "--trace", str(path), "--trace-steps", "3-5", "--json"])
+    assert json.loads(out)["trace"] == str(path)
+    assert steps_in(path) == dict.fromkeys((3, 4, 5), 2 * len(PHASES))
+    told = [line for line in lines(tmp_path / "run") if line["event"] == "train"]
+    assert [line["step"] for line in told] == [5, 7]
+    for line, steps in zip(told, (5, 2), strict=True):
+        assert list(line["phases"]) == list(PHASES)
+        for phase in line["phases"].values():
+            assert phase["count"] == sum(phase["below_us"].values()) == 2 * steps
+            most = sum(float(us) * n for us, n in phase["below_us"].items()) * 1e-6
+            assert 0 < phase["sum_s"] < most
+
+
+def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
+    """Also after resuming; steps before the resumption are not traced."""
+    run = {"max_steps": 4, "checkpoint_every": 2}
+    train(config(prepared, tmp_path / "run", **run), show_progress=False)
+    path = tmp_path / "trace.json"
+    more = {"checkpoint_every": 2, "trace": str(path)}
+    with pytest.warns(UserWarning, match="steps after 4, at which this run resumes"):
+        result = train(config(prepared, tmp_path / "run", **more, max_steps=6, trace_steps="2-4"),
+                       show_progress=False, resume=True)
+    assert "trace" not in result and not path.exists()
+    train(config(prepared, tmp_path / "run", **more, max_steps=8, trace_steps="3-7"),
+          show_progress=False, resume=True)
+    assert steps_in(path) == {7: len(PHASES)}
+
+
+def test_steps_that_the_run_will_not_reach(prepared: Prepared, tmp_path: Path) -> None:
+    """They are refused before training begins; a run that ends within them writes a partial trace.
+    """
+    out, path = tmp_path / "run", tmp_path / "trace.json"
+    with pytest.raises(InvalidInputError, match="'11-20', expected steps of the run, 1-5"):
+        train(config(prepared, out, max_steps=5, trace=str(path)), show_progress=False)
+    assert not out.exists()
+    with pytest.warns(UserWarning, match="steps 4 to 5 only"):
+        result = train(config(prepared, out, max_steps=5, trace=str(path), trace_steps="4-9"),
+                       show_progress=False)
+    assert result["trace"] == str(path) and set(steps_in(path)) == {4, 5}
+
+
+def test_an_unsharded_run_has_no_phases(prepared: Prepared, tmp_path: Path) -> None:
+    train(config(prepared, tmp_path, sharding="none", max_steps=5), show_progress=False)
+    assert all("phases" not in line for line in lines(tmp_path))
+
+
+def test_a_trace_that_cannot_be_written_loses_no_run(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.warns(UserWarning, match="the trace is not written"):
+        result = train(config(prepared, tmp_path / "run", max_steps=5, trace_steps="1-2",
+                              trace=str(tmp_path / "file" / "t.json")), show_progress=False)
+    assert result["steps"] == 5 and "trace" not in result
+    assert (tmp_path / "run" / "state.pt").exists()
+
+
+# ---- AUC and log loss ----------------------------------------------------------------------------
+
+
+def auc_by_pairs(scores: list[float], labels: list[int]) -> float:
+    wins = [(p > n) + 0.5 * (p == n)
+            for p, y in zip(scores, labels, strict=True) if y
+            for n, z in zip(scores, labels, strict=True) if not z]
+    return sum(wins) / len(wins) if wins else float("nan")
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1)), max_size=40))
+def test_auc_counts_pairs(samples: list[tuple[int, int]]) -> None:
+    scores, labels = [s / 2 for s, _ in samples], [y for _, y in samples]
+    got, want = auc(np.array(scores), np.array(labels)), auc_by_pairs(scores, labels)
+    assert got == pytest.approx(want, abs=1e-15) or (math.isnan(got) and math.isnan(want))
+
+
+def test_log_loss_by_its_definition_and_at_extremes() -> None:
+    rng = np.random.default_rng(2)
+    logits, labels = rng.normal(size=1000), rng.integers(0, 2, 1000)
+    p = 1 / (1 + np.exp(-logits))
+    want = -np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p))
+    assert log_loss(logits, labels) == pytest.approx(want, rel=1e-12)
+    assert log_loss(np.array([1000.0, -1000.0]), np.array([1, 1])) == 500.0
+    assert math.isnan(log_loss(np.zeros(0), np.zeros(0)))
+
+
+def test_collected_batches_equal_the_whole_and_may_be_empty() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(300), torch.randint(0, 2, (300,)).float()
+    metrics = BinaryMetrics()
+    for part in torch.split(torch.arange(300), 64):
+        metrics.update(logits[part], labels[part])
+    metrics.update(logits[:0], labels[:0])
+    assert metrics.compute() == {
+        "auc": auc(logits.numpy(), labels.numpy()),
+        "log_loss": log_loss(logits.numpy(), labels.numpy()), "samples": 300}
+    assert BinaryMetrics().compute()["samples"] == 0
+
+
+@pytest.mark.parametrize("scores", [[np.nan] * 4, [0.1, np.nan, 0.3, 0.2]])
+def test_the_auc_of_a_diverged_model_is_undefined(scores: list[float]) -> None:
+    assert np.isnan(auc(np.array(scores), np.array([0, 1, 1, 0])))

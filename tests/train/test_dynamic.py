@@ -1,7 +1,5 @@
 """From a log to trained dynamic tables without a vocabulary, alone and in two processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

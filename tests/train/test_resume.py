@@ -1,7 +1,5 @@
 """Resuming runs: after kills, under torchrun, on another number of ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -151,9 +149,8 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
 
 
-def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(prepared: Prepared,
+                                                                       tmp_path: Path) -> None:
     """For tables and dense layers; with learning rates of 0, no weight changes."""
     flags: dict[str, Any] = {"checkpoint_every": 2, "batch_size": 64}
     for name in ("before", "after"):
@@ -261,9 +258,8 @@ def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tm
     assert [p.name for p in out.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_by_resuming(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_by_resuming(prepared: Prepared,
+                                                                           tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(config(prepared, out, max_steps=2), show_progress=False)
     before = {p.name: p.read_bytes() for p in out.iterdir()}

@@ -1,9 +1,10 @@
-"""Gradients that are not finite: an error that names them, or zero gradients per sample."""
+"""Gradients: not finite, clipped, of per-sample weights."""
 
-from __future__ import annotations
-
+import itertools
+import math
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,14 @@ from torch import nn
 
 import oper
 from oper.errors import InvalidInputError, OperError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.optim.optimizers import SGD, Adam, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
+from tests import runtime_support as rs
+from tests.shmem.test_optimizers import assert_close, fbgemm_peer, train_sharded
 from tests.world_support import run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
@@ -262,3 +271,202 @@ def test_a_single_rank_skips_an_update_that_lacks_a_pass() -> None:
         assert torch.equal(rows_of(bag)[0], before)
     bag(IDS).backward(grad)
     assert not torch.equal(rows_of(bag)[0], before)
+
+
+# ---- clipping by element and by the norm of a row's gradient -------------------------------------
+
+ELEMENT, NORM = 0.02, 0.05
+
+
+def case_of(weighted: bool = False) -> rs.Case:
+    shapes = [("narrow", 40, 1, ("n",), "mean"), ("two", 100, 16, ("a", "b"), "sum"),
+              ("left", 60, 64, ("shared",), "mean"), ("right", 70, 37, ("shared",), "sum")]
+    return rs.Case(tuple(TableSpec(n, r, d, f, p) for n, r, d, f, p in shapes),
+                   ("b", "unused", "shared", "n", "a"), weighted)
+
+
+BASES = {"sgd": SGD(lr=0.3), "rowwise": RowWiseAdagrad(lr=0.05, eps=1e-8),
+         "rowwise l2": RowWiseAdagrad(lr=0.05, eps=1e-8, weight_decay=0.2), "adam": Adam(lr=0.02)}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("limits", [(ELEMENT, None), (None, NORM), (ELEMENT, NORM)],
+                         ids=["elements", "rows", "both"])
+@pytest.mark.parametrize("base", BASES)
+def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: int) -> None:
+    """Covers duplicates, ranks, push tiers and column splits; only some values are clipped."""
+    optimizer = replace(BASES[base], max_gradient=limits[0], max_row_norm=limits[1])
+    case = case_of(weighted=base == "sgd")
+    steps = rs.make_steps(case, world_size, 3)
+    want = rs.train_reference(case, steps, optimizer, torch.float64)
+    for plan in (rs.mixed_plan(case.tables, world_size, 1),
+                 rs.rich_plan(case.tables, world_size, 2, True),
+                 split_plan(case, world_size)):
+        assert_close(train_sharded(case, plan, steps, optimizer), want, 2e-5)
+    free = rs.train_reference(case, steps, BASES[base], torch.float64)
+    assert (free.weights["two"] - want.weights["two"]).abs().max() > 1e-3
+
+
+def split_plan(case: rs.Case, world_size: int) -> Plan:
+    """A plan that splits tables of more than four columns into two pieces on different ranks."""
+    entries = []
+    for t in case.tables:
+        cut = [0, t.dim // 2 // 4 * 4 + 4, t.dim] if t.dim > 4 else [0, t.dim]
+        entries.append(TablePlan(t, tuple(
+            Piece(a, b, (Tier(0, t.num_rows, "owned", (k % world_size,)),))
+            for k, (a, b) in enumerate(itertools.pairwise(cut)))))
+    return Plan(world_size, tuple(entries))
+
+
+def test_each_table_has_its_own_limits() -> None:
+    """Each table has its own limit, in pooled and unpooled lookups."""
+    tables = (TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),
+              TableSpec("b", 9, 4, ("f",), "sum", optimizer="sgd"))
+    for pooled in (True, False):
+        opened = ShardedTables(
+            uniform_plan(tables, 1), [("f", "a"), ("g", "a"), ("f", "b")], SingleGroup(),
+            {"a": SGD(1.0, max_gradient=0.25), "b": SGD(1.0)}, 1.0)
+        batch = Lookup(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1]), torch.tensor([0, 1, 0]),
+                       2, None, pooled)
+        out = opened.lookup(batch)
+        out.backward(torch.full_like(out, -7.0))
+        assert opened.read("a")[:, 0].tolist() == [0, .25, .25, .25, 0, 0, 0, 0, 0], pooled
+        assert opened.read("b")[:, 0].tolist() == [0, 7, 0, 0, 0, 0, 0, 0, 0], pooled
+        empty = Lookup(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64),
+                       torch.tensor([0, 1, 0]), 0, None, pooled)
+        opened.lookup(empty).sum().backward()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_equals_fbgemm(mean: bool) -> None:
+    """Results equal FBGEMM's operator with gradient_clipping, including the weights' gradient."""
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    torch.manual_seed(0)
+    case = rs.Case((TableSpec("t", 50, 8, ("f",)),), ("f",))
+    theirs = fbgemm_peer(
+        case, SGD(lr=0.5), gradient_clipping=True, max_gradient=0.3,
+        pooling_mode=common.PoolingMode.MEAN if mean else common.PoolingMode.SUM)
+    bag = torch.nn.EmbeddingBag(50, 8, mode="mean" if mean else "sum",
+                                _weight=rs.initial_weights(case)["t"])
+    ours = oper.shard(bag, optimizer=oper.SGD(lr=0.5, max_gradient=0.3))
+    ids, offsets = torch.randint(0, 50, (60,)), torch.arange(0, 61, 3)
+    scales = [None, None] if mean else [torch.rand(60).requires_grad_()] * 2
+    scales = [None if s is None else s.detach().clone().requires_grad_() for s in scales]
+    grad = torch.randn(20, 8)
+    theirs(ids, offsets, scales[0]).backward(grad)
+    ours(ids, offsets[:-1], scales[1]).backward(grad)
+    assert torch.allclose(ours.state_dict()["weight"], theirs.split_embedding_weights()[0],
+                          rtol=1e-5, atol=1e-6)
+    if not mean:
+        assert torch.allclose(scales[1].grad, scales[0].grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [{"max_gradient": 0.0}, {"max_row_norm": -1.0},
+                                    {"max_gradient": math.nan}, {"max_row_norm": "1"}])
+def test_invalid_limits_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(limits))):
+        SGD(**limits)
+
+
+# ---- gradients of per-sample weights against autograd --------------------------------------------
+
+
+def wanted(case: rs.Case, batch: rs.Batch) -> torch.Tensor:
+    weights = batch.weights.detach().clone().requires_grad_()
+    other = rs.Batch(batch.lengths, batch.ids, weights, batch.target)
+    out = rs.reference_forward(case, rs.initial_weights(case), other)
+    rs.rank_loss(out, batch.target).backward()
+    return weights.grad
+
+
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
+    """Sum and mean, bags of all lengths and empty ones, empty batches, a key of two tables.
+
+    Each rank's gradient is that of its own loss, whatever W; the rows are those before the update.
+    """
+    case = rs.dlrm_case(weighted=True, id_dtype=ids)
+    (batches,) = rs.make_steps(case, world_size, 1)
+    plan = rs.mixed_plan(case.tables, world_size, 1)
+
+    def body(group):
+        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
+        batch = batches[group.rank]
+        batch.weights.requires_grad_()
+        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        return batch.weights.grad
+
+    got = rs.run_ranks(world_size, body)
+    for batch, gradient in zip(batches, got, strict=True):
+        rs.assert_near(gradient, wanted(case, batch), "gradient")
+    assert max(g.abs().max() for g in got if g.numel()) > 0.1
+    # Keys that no table reads get zeros.
+    extra = case.keys.index("extra")
+    ends = [0, *batches[0].lengths.view(len(case.keys), -1).sum(1).cumsum(0).tolist()]
+    assert ends[extra] < ends[extra + 1]
+    assert not got[0][ends[extra]:ends[extra + 1]].any()
+
+
+def test_many_bags_on_several_threads() -> None:
+    tables = (TableSpec("t", 500, 24, ("f",), "sum"), TableSpec("m", 70, 5, ("g", "f"), "mean"))
+    case = rs.Case(tables, ("g", "f"), weighted=True, max_length=40)
+    batch = rs.make_batch(case, 1, 2500)
+    batch.weights.requires_grad_()
+    results = []
+    for threads in (1, 2, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        sharded = rs.open_alone(case, SGD(lr=0.1))
+        rs.rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
+        torch.set_num_threads(before)
+        results.append(batch.weights.grad)
+        batch.weights.grad = None
+    rs.assert_near(results[0], wanted(case, batch), "gradient")
+    rs.assert_bitwise(results[1:], results[:1] * 2, "weight gradients on one and two threads")
+
+
+def test_weight_gradients_do_not_change_the_update() -> None:
+    """The tables' update does not depend on whether the weights need a gradient."""
+    case = rs.dlrm_case(weighted=True)
+    batch = rs.make_batch(case, 4, 20)
+    ends = []
+    for wants in (False, True):
+        tables = rs.open_alone(case, Adam(lr=0.1))
+        weights = batch.weights.clone().requires_grad_(wants)
+        other = rs.Batch(batch.lengths, batch.ids, weights, batch.target)
+        rs.rank_loss(tables.lookup(other.lookup(case)), batch.target).backward()
+        ends.append({t.name: tables.read(t.name) for t in case.tables})
+    rs.assert_bitwise(ends[0], ends[1], "tables")
+
+
+def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
+    """One lookup's backward pass updates rows from which another's gradient is computed."""
+    case = rs.dlrm_case(weighted=True)
+    tables = rs.open_alone(case, SGD(lr=0.5))
+    first, second = (replace(rs.make_batch(case, 0, k).lookup(case)) for k in range(2))
+    for batch in (first, second):
+        batch.weights = batch.weights.clone().requires_grad_()
+    one, other = tables.lookup(first).sum(), tables.lookup(second).sum()
+    one.backward()
+    with pytest.raises(InvalidInputError, match="updates of the rows since the lookup=1"):
+        other.backward()
+    # One backward pass updates when it has all gradients; one under no_sync changes no row.
+    (tables.lookup(first).sum() + tables.lookup(second).sum()).backward()
+    with tables.no_sync():
+        one, other = tables.lookup(first).sum(), tables.lookup(second).sum()
+        one.backward()
+        other.backward()
+
+
+def test_weights_of_read_only_tables_must_not_need_gradients() -> None:
+    case = rs.dlrm_case("none", weighted=True)
+    tables = ShardedTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
+    batch = rs.make_batch(case, 5, 3)
+    batch.weights.requires_grad_()
+    with pytest.raises(InvalidInputError, match="per-sample weights"):
+        tables.lookup(batch.lookup(case))
+    with pytest.raises(InvalidInputError, match="per-sample weights"):
+        torch.compile(lambda x: tables.lookup(x), backend="aot_eager")(batch.lookup(case))
+    with torch.no_grad():
+        assert tables.lookup(batch.lookup(case)).shape == (3, case.columns)
