@@ -1,6 +1,5 @@
 """Lower bounds: below every plan, equal to a plain formulation, certified by their prices."""
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
