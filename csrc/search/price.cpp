@@ -24,7 +24,6 @@ namespace {
 using namespace oper::search;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNever = 1e30;       // cost of a block that may not be pushed
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
 constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
@@ -510,8 +509,7 @@ class Pricing {
     return mass_of(j, m) > 0 && std::isfinite(p_.go[m * p_.num_blocks + begin_]);
   }
   OperPricing& p_;
-  int64_t k_ = 0;
-  int64_t begin_ = 0, n_ = 0;  // blocks of table k_
+  int64_t k_ = 0, begin_ = 0, n_ = 0;  // a table, and its blocks
   int64_t end_ = 0;            // length of the cheapest prefix found
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
@@ -523,9 +521,8 @@ class Pricing {
   int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, other_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
-  std::vector<std::pair<double, int64_t>> by_width_;
   std::vector<Step> steps_;
-  std::vector<std::pair<double, int64_t>> types_;
+  std::vector<std::pair<double, int64_t>> by_width_, types_;
   std::vector<int> order_;
   std::vector<int64_t> chosen_, class_, found_, of_class_;
 };

@@ -7,6 +7,8 @@
 
 namespace oper::search {
 
+constexpr double kNever = 1e30;  // cost of a block that may not be pushed
+
 // to[b] = once[b] + times more[b]
 static OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
                               int64_t n) {
@@ -22,13 +24,13 @@ static OPER_CLONES void lower(double* __restrict least, const double* cost, cons
   }
 }
 
-// gain[b] = min(gain[b] - fixed[b], 1e30); returns the sum of min(gain[b], limit).
+// gain[b] = min(gain[b] - fixed[b], kNever); returns the sum of min(gain[b], limit).
 static OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n, double limit) {
   constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
   double sums[kSums] = {};
   for (int64_t b = 0; b < n; ++b) {
     const double x = gain[b] - fixed[b];
-    gain[b] = x < 1e30 ? x : 1e30;
+    gain[b] = x < kNever ? x : kNever;
   }
   int64_t b = 0;
   for (; b + kSums <= n; b += kSums)

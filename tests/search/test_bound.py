@@ -16,7 +16,8 @@ from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate import tables as proof
 from oper.search.certificate.leaf import Checker
-from oper.search.certificate.tables import Asked, TableCosts
+from oper.search.certificate.node import Asked, Node as Leaf
+from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem, tighten_bound
@@ -354,7 +355,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                 prices = np.zeros(relaxation.num_rows)
                 prices[x.row] = 1.0 / relaxation.phase_weight[x.row, x.at[0]]
                 mine = node.bound_at(prices, node.price(prices).value) - relaxation.fixed_us
-                leaf = proof.Node(least, most, np.inf, np.zeros(num_tables, np.uint8),
+                leaf = Leaf(least, most, np.inf, np.zeros(num_tables, np.uint8),
                                   np.zeros_like(checker.visible), 0.0,
                                   ((x.kind, *x.at, float(prices[x.row])),))
                 found = checker.bound(leaf, 0.0)

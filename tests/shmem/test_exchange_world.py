@@ -340,10 +340,10 @@ def _child_looks_up(rank: int, world_size: int) -> int:
     child = os.fork()
     if child == 0:
         with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
-            _train(model)
+            _train_bag(model)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    _train(model)  # the child has sent nothing
+    _train_bag(model)  # the child has sent nothing
     return status
 
 

@@ -24,7 +24,7 @@ from oper.plan import Plan
 from oper.search.certificate.carried import ROUNDING, not_certified, proof_of
 from oper.search.certificate.leaf import Checker
 from oper.search.certificate.loads import PIECE_GROUPS
-from oper.search.certificate.tables import (
+from oper.search.certificate.node import (
     APART,
     FREE,
     KINDS,

@@ -8,7 +8,7 @@ where base are the loads that every plan has, and hidden is the dense compute th
 phase. So the bound follows from every table's least cost at weights y. Two further kinds of prices
 are added to y: prices of memory, whose contribution is never positive because a plan that fits
 exceeds no memory; and prices of the inequalities about the owner of the largest piece
-(`oper.search.certificate.tables.KINDS`), which count towards the sum of their phase's weights.
+(`oper.search.certificate.node.KINDS`), which count towards the sum of their phase's weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.certificate.tables import APART, READER, SPREAD, Asked, Node, TableCosts
+from oper.search.certificate.node import APART, READER, SPREAD, Asked, Node
+from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
 from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row

@@ -22,10 +22,9 @@ used. A shortest path then combines pieces to the table's columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from oper.search.certificate.node import FREE, PUSHES, STILL, Asked, Node
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
@@ -36,58 +35,6 @@ _BISECTIONS = 40
 _FEW_OWNERS = 9  # of each of two classes, up to which both have exact partial sums; the search: 8
 _ROUNDING = 1e-9
 _MASSES = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # at which tangents bound an owner's load
-#: State of a table in a node: undecided, pushes no rows, pushes some rows.
-FREE, STILL, PUSHES = 0, 1, 2
-#: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
-#: work; links; links with the first host, the assumed owner, distinguished.
-KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step.
-
-    Attributes:
-        least, most: float64 [P, 5], limits on the largest load of any pushed piece, microseconds.
-        step_us: cutoff for the sum of all phases, without fixed costs.
-        pushes: uint8 [T], FREE, STILL or PUSHES for each free table.
-        weights: float64 [L, C], prices per microsecond of a rank of each class by phase and group
-            of terms, then per byte of device and of host memory; for L see
-            `oper.search.certificate.loads.Loads`.
-        memory_us: sum of the prices of all memory rows.
-        owner: kind, phase, group and price of each row about the owner of the largest piece.
-    """
-
-    least: np.ndarray
-    most: np.ndarray
-    step_us: float
-    pushes: np.ndarray
-    weights: np.ndarray
-    memory_us: float = 0.0
-    owner: tuple[tuple[str, int, int, float], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """Prices of the units of load that tables consume, for C classes of owners.
-
-    Attributes:
-        cost: for each of `KINDS`, float64 [2, T, C, 4]: price of a unit of each feature in a piece
-            of all columns whose rows are held in this way, and the part of it that does not depend
-            on the number of columns.
-        partial: float64 [T, C], price of a byte of partial sums.
-        own: float64 [C], price of an id that a rank pushes to itself.
-        piece: price of one more piece of a table.
-        tier: price of a nanosecond in every pass over a table's ids.
-        bag: price of a bag of a table some of whose rows are pushed.
-    """
-
-    cost: dict[str, np.ndarray]
-    partial: np.ndarray
-    own: np.ndarray
-    piece: float
-    tier: float
-    bag: float
 
 
 class TableCosts:
@@ -95,8 +42,8 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        may: for each of `KINDS`, bool [T, C]: whether ranks of a class may own rows of the table
-            that are held in this way, see `may_hold`.
+        may: by way of holding rows (`KINDS` of `oper.search.cost.space`), bool [T, C]: whether
+            ranks of a class may own such rows of the table, see `may_hold`.
         sizes: int64 [C], number of ranks in each class.
     """
 
@@ -239,7 +186,7 @@ class TableCosts:
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the least cost of pieces that push nothing, float64 [N], and of each of their
-        blocks, float64 [N, B]; `cost` has costs [N, B, C] for each of `KINDS` except push."""
+        blocks, float64 [N, B]; `cost` has costs [N, B, C] by way of holding rows except push."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
         one = np.full(self.of.size, np.inf)
         for x in cost.values():
