@@ -14,7 +14,6 @@ from oper.search.branching import subspaces as subspaces_module
 from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
-from oper.search.certificate import tables as proof
 from oper.search.certificate.leaf import Checker
 from oper.search.certificate.node import Asked, Node as Leaf
 from oper.search.certificate.tables import TableCosts
