@@ -335,20 +335,23 @@ def _relative(case: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def ablations() -> str:
-    """Variants of CDT4Rec by their validation on MovieTweetings, beside SASRec."""
-    logs = ("movietweetings/last-two", "online-retail/last-invoice")
-    by_log = {log: {c["model"]: c for c in load("recommenders-ablations")["cases"]
-                    if c["name"].startswith(log)} for log in logs}
+    """Variants of CDT4Rec beside SASRec, by their validation on MovieTweetings, or else on Online
+    Retail."""
+    logs = {"movietweetings/last-two": "recommenders-ablations",
+            "online-retail/last-invoice": "recommenders-ablations-retail"}
+    by_log = [{c["model"]: c for c in load(record)["cases"] if c["name"].startswith(log)}
+              for log, record in logs.items()]
 
     def valid(case: dict[str, Any]) -> float:
         runs = [r["valid_ndcg@10"] for r in case["runs"]]
         return sum(runs) / len(runs)
 
     rows = []
-    for name in sorted(by_log[logs[0]], key=lambda x: -valid(by_log[logs[0]][x])):
+    for name in dict.fromkeys(n for cases in by_log for n in sorted(
+            cases, key=lambda x: -valid(cases[x]))):
         row = [f"`{name}`"]
-        for log in logs:
-            case, other = by_log[log].get(name), by_log[log]["sasrec"]
+        for cases in by_log:
+            case, other = cases.get(name), cases["sasrec"]
             row += ["-"] * 4 if case is None else [
                 str(len(case["runs"])), f"{valid(case):.4f}", _interval(case["metrics"]["ndcg@10"]),
                 "-" if name == "sasrec" else _relative(case, other)]
