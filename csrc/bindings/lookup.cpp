@@ -311,7 +311,8 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
 }
 
 // See `forward_shared_interaction` in host/interaction.h; for tables that are only read. `first`,
-// `shared_keys`: see `shared_bags`; without them `forward_interaction`, as no features are shared.
+// `shared_keys`: see `shared_bags`. Without them no features are shared: `forward_interaction` computes
+// `out`, `users` has no columns, and `user_of` is empty.
 // Returns `users` and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and
 // a status.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(

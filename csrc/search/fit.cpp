@@ -126,9 +126,9 @@ class Fit {
     for (int64_t phase = 0; phase < G; phase += kGroups) {
       double busy = 0;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double its = load(g);
-        if (its > f_.most[g] * slack) return false;
-        busy = std::max(busy, its + f_.floor[class_ * G + g]);
+        const double of_owner = load(g);
+        if (of_owner > f_.most[g] * slack) return false;
+        busy = std::max(busy, of_owner + f_.floor[class_ * G + g]);
       }
       step += busy;
     }
@@ -156,7 +156,6 @@ class Fit {
     };
     const double* units = f_.per_unit + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures;
     const double bytes = part_ * sums_at(f_.sums, table_, 1.0);
-    const double* partial = f_.partial + (table_ * f_.num_classes + class_) * f_.num_loads;
     const double* floor = f_.floor + class_ * f_.num_loads;
     Limit step;  // on the sum of all phases, with one group of each
     step.limit = f_.step;
@@ -164,12 +163,12 @@ class Fit {
     for (int64_t phase = 0; phase < f_.num_loads; phase += kGroups) {
       int64_t top = phase;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const Limit x{density(g, 0), density(g, 1), density(g, 2), part_ * partial[g], f_.most[g]};
+        const Limit x{density(g, 0), density(g, 1), density(g, 2), part_ * partial(g), f_.most[g]};
         if (std::isfinite(x.limit)) look(x, [&](int64_t n) { return along(units, g, n); });
-        if (density(g, 2) + bytes * partial[g] > density(top, 2) + bytes * partial[top]) top = g;
+        if (density(g, 2) + bytes * partial(g) > density(top, 2) + bytes * partial(top)) top = g;
       }
       step.least += density(top, 0), step.most += density(top, 1), step.mean += density(top, 2);
-      step.partial += part_ * partial[top], step.limit -= floor[top];
+      step.partial += part_ * partial(top), step.limit -= floor[top];
       for (int64_t n = 0; n < kFeatures; ++n) step_unit[n] += along(units, top, n);
     }
     if (std::isfinite(step.limit)) look(step, [&](int64_t n) { return step_unit[n]; });

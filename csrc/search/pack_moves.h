@@ -12,7 +12,7 @@
 
 namespace oper::search {
 
-constexpr int64_t kMaxUnits = 4096;   // units of pulled rows per rank, at most
+constexpr int64_t kMaxUnits = 4096;  // units of pulled rows per rank, at most
 constexpr int kDrawn = 12;        // ranks drawn, of which the best is used: 4 were too few, 32 no better
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
@@ -399,7 +399,8 @@ class PackMoves : protected PackState {
     const auto [a, b] = block_[p_.class_of[from]];
     const int64_t to = a + random_.below(b - a);
     if (from == to || units_[from] == 0 || units_[to] == kMaxUnits) return false;
-    // Mostly few units: continued searches have fine ones.
+    // Half of these moves take one unit, the others up to a quarter of those available, since
+    // continued searches have many small units.
     const int64_t most = std::min(units_[from], kMaxUnits - units_[to]);
     refilled_ = {from, to, random_.unit() < 0.5 ? 1 : 1 + random_.below((most + 3) / 4)};
     set_units(from, units_[from] - refilled_.units), set_units(to, units_[to] + refilled_.units);

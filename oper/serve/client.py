@@ -6,6 +6,7 @@ import collections
 import contextlib
 import http.client
 import json
+import numbers
 import os
 import random
 import select
@@ -28,7 +29,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 _MAX_IDLE = 64  # idle connections in the pool
 _SEND_BYTES = 1 << 20  # send buffer, large enough to send most requests without waiting
 _MAX_LOST = 3  # connections that one request may lose; beyond, the request may be the cause
-_MAX_TIMEOUT_S = 1e9  # that of sockets is not much longer
+_MAX_TIMEOUT_S = 1e9  # below the largest timeout of a socket
 TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
@@ -112,18 +113,18 @@ class Client:
         model: the model's name on the server; None = the name that the server reports.
 
     Raises:
-        InvalidInputError: `address` has no host or port, or `timeout_s` is out of range.
+        InvalidInputError: `address` has no host or no valid port, or `timeout_s` is out of range.
     """
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         self._address = address.removeprefix("http://").rstrip("/")
         _place(self._address)
-        if not (isinstance(timeout_s, int | float | np.number)
+        if not (isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
                 and 0 <= timeout_s <= _MAX_TIMEOUT_S):
             raise InvalidInputError("cannot connect", "timeout_s", timeout_s,
                                     f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}",
                                     "choose a time in this range")
-        self.timeout_s, self.counts = timeout_s, ClientCounts()
+        self.timeout_s, self.counts = float(timeout_s), ClientCounts()
         self._model = model
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []  # the most recently used last

@@ -389,15 +389,19 @@ class Server:
                                         name="oper-worker")
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the
         # resource tracker first, since starting it unblocks these signals.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             with theirs, allocator_settings():
+                resource_tracker.ensure_running()
+                signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
                 process.start()
-            ours.setblocking(False)
-            self._workers.append(_Worker(process, ours, time.monotonic(), place))
+        except OSError:
+            ours.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ours.setblocking(False)
+        self._workers.append(_Worker(process, ours, time.monotonic(), place))
 
     def _wait(self) -> list[_Worker]:
         """Wait up to `_POLL_S` seconds for events of workers; return those that became ready."""
@@ -422,7 +426,7 @@ class Server:
             return
         else:
             self._failures += 1
-            log.error("a new worker could not start (exit code %s); trying again",
+            log.error("trying again to start a worker (exit code of the last one: %s)",
                       worker.process.exitcode)
         try:
             self._start_worker(worker.place)

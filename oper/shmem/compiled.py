@@ -69,10 +69,11 @@ def _tables(number: int) -> Tables:
 
 @torch.library.custom_op("oper::num_rows", mutates_args=())
 def rows_op(lengths: torch.Tensor, key_of: torch.Tensor, batch_size: int) -> int:
-    """Return the number of ids of the keys `key_of`; 0 if the lookup will refuse the lengths."""
+    """Return the number of ids of the keys `key_of`; 0 if the lookup will refuse the lengths. Waits
+    for the device that has the lengths."""
     if batch_size == 0 or lengths.numel() % batch_size:
         return 0
-    return int(lengths.view(-1, batch_size)[key_of].sum())
+    return max(0, int(lengths.view(-1, batch_size)[key_of].sum()))
 
 
 @rows_op.register_fake

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -153,8 +152,6 @@ class ShardedTables(TableUpdates):
         self._open_heap()
         self.handle = self._create_context()
         self._migration: Migration | None = None
-        # Held by `resolve` on another thread, so that its kernel context is not closed meanwhile.
-        self._resolving = threading.Lock()
         self._release_when_dropped()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
@@ -360,7 +357,7 @@ class ShardedTables(TableUpdates):
                 or self.bounds.replaces(batch, self.device)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
-        with self._resolving:
+        with self.turns.resolving:
             handle = self.handle
             offsets, addresses, order, code, _ = self.operators.lookup_resolve(
                 handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
@@ -465,7 +462,7 @@ class ShardedTables(TableUpdates):
 
     def take_over(self, other: ShardedTables) -> None:
         """Replace plan and arenas by those of `other`, which must not be used afterwards."""
-        with self._resolving:
+        with self.turns.resolving:
             release = self._release
             other._release.detach()
             for name in self._plan_attributes:
@@ -509,7 +506,7 @@ class ShardedTables(TableUpdates):
     def close(self) -> None:
         """Release the arenas on this rank. Their memory is freed when no peer maps it any more."""
         self.stop_migration()
-        with self._resolving:
+        with self.turns.resolving:
             self._release()
         self._heap = None
         for held in (self._exchange, self.keys, self.replicas):

@@ -259,8 +259,6 @@ def test_a_state_of_other_tables_is_refused() -> None:
         model.fused_optimizer.load_state_dict(state)
 
 
-# ---- what a backward pass updates ----------------------------------------------------------------
-
 # ---- freezing ------------------------------------------------------------------------------------
 
 

@@ -229,9 +229,8 @@ def test_torchrec_collection(data_type: str) -> None:
                        wide["embedding_bags.a.weight"].to(dtype))
 
 
-# ---- a table as a tensor -------------------------------------------------------------------------
+# ---- a table as a tensor: reading and writing ----------------------------------------------------
 
-# ---- reading and writing -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_reach_the_rows(name: str) -> None:

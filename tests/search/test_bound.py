@@ -15,7 +15,7 @@ from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate.leaf import Checker
-from oper.search.certificate.node import Asked, Node as Leaf
+from oper.search.certificate.prices import Asked, Leaf
 from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike

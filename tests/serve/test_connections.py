@@ -261,15 +261,15 @@ def test_a_request_that_is_refused_before_it_is_read_is_named(client: Client) ->
 def test_a_forked_child_reads_none_of_its_parents_answers(client: Client) -> None:
     client.score(np.zeros((1, 2)), {})  # a connection that both could use
     child = os.fork()
-    good = True
+    good = False
     try:
-        for k in range(20):
-            request = random_request(np.random.default_rng((child == 0, k)), 3)
-            good &= np.array_equal(client.score_request(request)[0], expected(request))
+        requests = [random_request(np.random.default_rng((child == 0, k)), 3) for k in range(20)]
+        good = all(np.array_equal(client.score_request(x)[0], expected(x)) for x in requests)
     finally:
         if child == 0:
             os._exit(not good)
-    assert os.waitpid(child, 0)[1] == 0
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
     assert good
     assert client.counts.retries == 0
 

@@ -245,8 +245,6 @@ def test_damaged_weights_are_refused_and_the_old_ones_stay_in_service(tmp_path: 
         load_model(tmp_path)
 
 
-# ---- starting and stopping -----------------------------------------------------------------------
-
 # ---- draining ------------------------------------------------------------------------------------
 
 

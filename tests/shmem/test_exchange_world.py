@@ -339,9 +339,12 @@ def _child_looks_up(rank: int, world_size: int) -> int:
     model.tables.migrate(uniform_plan(list(model.tables.specs.values()), world_size, "striped"))
     child = os.fork()
     if child == 0:
-        with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
-            _train_bag(model)
-        os._exit(0)
+        try:
+            with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
+                _train_bag(model)
+            os._exit(0)
+        finally:
+            os._exit(1)
     status = os.waitpid(child, 0)[1]
     _train_bag(model)  # the child has sent nothing
     return status

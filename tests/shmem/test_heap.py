@@ -162,7 +162,7 @@ def in_host(plan: Plan, every: int) -> Plan:
 
 
 @pytest.mark.parametrize("world_size, every", [(1, 1), (3, 1), (3, 2)])
-def test_the_same_bits(world_size: int, every: int) -> None:
+def test_tiers_in_host_memory_change_no_bit(world_size: int, every: int) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, world_size, 8)
     for seed in (1, 2):
@@ -187,16 +187,12 @@ def _segments() -> list[dict[str, Any]]:
 
 def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     """Memory of a table: replicated head, striped tier, and half of its rows on the host."""
-    from oper.shmem.group.groups import ProcessGroup
-
     spec = TableSpec("t", ROWS, DIM, ("f",))
     tiers = (Tier(0, 1000, "replicated", (0, 1), memory="host"),
              Tier(1000, ROWS // 2, "striped", (0, 1)),
              Tier(ROWS // 2, ROWS, "striped", (1, 0), (2, 1), memory="host"))
     plan = Plan(2, (TablePlan(spec, (Piece(0, DIM, tiers),)),))
     tables = ShardedTables(plan, [("f", "t")], ProcessGroup(), RowWiseAdagrad(), 0.5)
-    import torch
-
     values = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
     tables.write("t", values)
     tables.write("t", values[:, 0].contiguous(), part="momentum1")
@@ -253,7 +249,7 @@ def test_every_domain_has_a_replica() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("domains", [None, [0, 0, 1, 1]])
-def test_numbers(dtype: str, domains: list[int] | None) -> None:
+def test_read_only_copies_return_the_stored_rows(dtype: str, domains: list[int] | None) -> None:
     torch.manual_seed(0)
     values = torch.randn(50, 16)
     stored = values if dtype == "float32" else dequantise(quantise(values, dtype), dtype, 16)

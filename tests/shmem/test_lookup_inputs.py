@@ -344,8 +344,6 @@ def test_padding_changes_no_bag(size: int) -> None:
 
 # ---- ids outside their tables: an error, or row 0, as in FBGEMM ----------------------------------
 
-# This loads FBGEMM's operators as well.
-
 
 WEIGHTED = rs.Case((TableSpec("a", 40, 8, ("f", "g"), "sum"),
                     TableSpec("b", 50, 4, ("f",), "mean")), ("g", "zz", "f"), True, max_length=5)

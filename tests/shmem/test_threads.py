@@ -220,24 +220,36 @@ def test_tables_move_while_another_thread_reads(how: str) -> None:
     _at_once(3, body)
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
-    tables, done = _alone(), threading.Event()
+@pytest.mark.parametrize("what", ["lookups", "turn"])
+def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None:
+    tables, begun, done = _alone(), threading.Event(), threading.Event()
     ids = torch.randint(0, ROWS, (200_000,))
 
     def look_up() -> None:
+        begun.set()
         with torch.no_grad():
             while not done.is_set():
                 tables.lookup(bags_of_one(ids))
 
-    thread = threading.Thread(target=look_up)
+    def hold() -> None:
+        with tables.turns.lock, tables.turns.resolving:
+            begun.set()
+            done.wait()
+
+    thread = threading.Thread(target=look_up if what == "lookups" else hold)
     thread.start()
+    begun.wait()
     try:
         for _ in range(3):  # most likely in the middle of a lookup
             child = os.fork()
             if child == 0:
                 signal.alarm(20)
-                tables.close()
-                os._exit(0)
+                try:
+                    tables.read("t", 0, 1)
+                    tables.close()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
             assert os.waitpid(child, 0)[1] == 0
     finally:
         done.set()

@@ -118,7 +118,7 @@ class Subspace:
         """
         relaxation = self.bound.relaxation
         share = _NEGLIGIBLE_OF_MANY if len(relaxation.tables) > _MANY else _NEGLIGIBLE
-        if (not part.allow < relaxation.problem.allow or self.bound.overflow > 1e-6
+        if (not part.allow < relaxation.problem.allow or self.bound.overflow > _OVERFLOW
                 or self.extra_us > share * self.lower_bound_us):
             return False
         self.root_us -= self.extra_us
@@ -134,11 +134,15 @@ class Subspace:
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
-        self.cutoff_us = min(self.cutoff_us, step_us)
+        if step_us < self.cutoff_us:  # there may be more to branch on
+            self.cutoff_us = step_us
+            for tree in self.trees:
+                tree.is_done = False
         step_us, goal_us = step_us - self.extra_us, goal_us - self.extra_us
         best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
         left_us = goal_us - best.bound.lower_bound_us
-        if not best.is_done and not (best.solved >= _ENOUGH and best.rise_us < _LITTLE * left_us):
+        has_stalled = best.solved >= _ENOUGH and best.rise_us < _LITTLE * left_us
+        if not best.is_done and not has_stalled:
             best.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
             if not best.is_done:
                 return
@@ -217,8 +221,8 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
 
 def _host_loads(relaxation: Relaxation) -> list[Load]:
     """The loads (phase, group) whose largest piece may determine the distinguished host (on a
-    single host: memory domain): bytes received over links in each phase that pieces load. None if
-    hosts differ, if no link is slow, or if there are many classes of ranks."""
+    single host: memory domain): bytes received over links in each phase that pieces load. Empty if
+    hosts differ, if no link is slow, or if there are more than two classes of ranks."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)

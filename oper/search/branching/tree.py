@@ -109,6 +109,7 @@ class SearchTree:
                 self._heap.append((node.bound.lower_bound_us, next(self._order), node))
         heapq.heapify(self._heap)
         self.bound = self._heap[0][2].bound
+        self._history = [(self.work, self.bound.lower_bound_us)]
 
     def run(self, max_nodes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:

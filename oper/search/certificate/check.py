@@ -24,14 +24,14 @@ from oper.plan import Plan
 from oper.search.certificate.carried import ROUNDING, not_certified, proof_of
 from oper.search.certificate.leaf import Checker
 from oper.search.certificate.loads import PIECE_GROUPS
-from oper.search.certificate.node import (
+from oper.search.certificate.prices import (
     APART,
     FREE,
-    KINDS,
+    OWNER_ROWS,
     PUSHES,
     SPREAD,
     STILL as PUSHES_NOTHING,
-    Node,
+    Leaf,
 )
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
@@ -157,7 +157,7 @@ class Proof:
         fixed_us = sum(self.model.fixed_us(base)) + (
             min(barriers[x] for x in plans) * bool(names))
         shape = len(self.model.phases), PIECE_GROUPS
-        root = Node(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
+        root = Leaf(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
                     np.zeros(len(names), np.uint8), np.zeros_like(checker.visible))
         for below, leaf in self._leaves(value["tree"], root, names):
             yield checker.bound(self._priced(below, leaf, checker, value["rows"]), fixed_us)
@@ -187,8 +187,8 @@ class Proof:
             raise _ProofError("the proof assumes interchangeable hosts, and they are not")
         return load
 
-    def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
-                ) -> Iterator[tuple[dict[str, float], Node]]:
+    def _leaves(self, value: dict[str, Any], at: Leaf, names: list[str]
+                ) -> Iterator[tuple[dict[str, float], Leaf]]:
         """Yield prices and limits of the leaves below a tree node whose limits are `at`."""
         if "prices" in value:
             yield value["prices"], at
@@ -208,8 +208,8 @@ class Proof:
         for half, below in zip(halves, (first, second), strict=True):
             yield from self._leaves(below, half, names)
 
-    def _priced(self, prices: dict[str, float], at: Node, checker: Checker, rows: list[list[Any]]
-                ) -> Node:
+    def _priced(self, prices: dict[str, float], at: Leaf, checker: Checker, rows: list[list[Any]]
+                ) -> Leaf:
         """Return the leaf `at` with its prices, which are given by row number.
 
         `rows` describes the rows, see `oper.search.branching.proof.part_to_json`.
@@ -231,7 +231,7 @@ class Proof:
                 weights[row, here[of_rank[checker.probe.first]]] += price / max(
                     float(size[here].sum()), 1e-3)
                 memory_us += price
-            elif kind in KINDS:
+            elif kind in OWNER_ROWS:
                 owner.append((kind, *self._about(kind, what, checker), price))
             else:
                 raise _ProofError(f"the proof has a row of unknown kind {kind!r}")

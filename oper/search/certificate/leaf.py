@@ -8,7 +8,7 @@ where base are the loads that every plan has, and hidden is the dense compute th
 phase. So the bound follows from every table's least cost at weights y. Two further kinds of prices
 are added to y: prices of memory, whose contribution is never positive because a plan that fits
 exceeds no memory; and prices of the inequalities about the owner of the largest piece
-(`oper.search.certificate.node.KINDS`), which count towards the sum of their phase's weights.
+(`oper.search.certificate.prices.OWNER_ROWS`), which count towards the sum of their phase's weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.certificate.node import APART, READER, SPREAD, Asked, Node
+from oper.search.certificate.prices import APART, READER, SPREAD, Asked, Leaf
 from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
@@ -89,7 +89,7 @@ class Checker:
         of the least loaded reader."""
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
-    def bound(self, leaf: Node, fixed_us: float) -> float:
+    def bound(self, leaf: Leaf, fixed_us: float) -> float:
         """Return a lower bound on the step of the leaf's plans, microseconds.
 
         Args:
@@ -135,7 +135,7 @@ class Checker:
         seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(of_rank)[of_rank]
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
-    def _price(self, x: Loads, leaf: Node) -> np.ndarray:
+    def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
         """Cost of each unit at the leaf's prices, float64 [..., C, F]. It includes the part of the
         unit that the owner of the largest piece reads in any case."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.certificate.node import FREE, PUSHES, STILL, Asked, Node
+from oper.search.certificate.prices import FREE, PUSHES, STILL, Asked, Leaf
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
@@ -42,8 +42,8 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        may: by way of holding rows (`KINDS` of `oper.search.cost.space`), bool [T, C]: whether
-            ranks of a class may own such rows of the table, see `may_hold`.
+        may: maps each way of holding rows (`KINDS` of `oper.search.cost.space`) to bool [T, C]:
+            whether ranks of a class may own such rows of the table, see `may_hold`.
         sizes: int64 [C], number of ranks in each class.
     """
 
@@ -142,7 +142,7 @@ class TableCosts:
         found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
 
-    def least(self, asked: Asked, leaf: Node, floor: np.ndarray) -> np.ndarray:
+    def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """Lower bound of the cost of every table; infinite if the leaf admits no placement of it.
 
         Args:
@@ -186,7 +186,7 @@ class TableCosts:
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the least cost of pieces that push nothing, float64 [N], and of each of their
-        blocks, float64 [N, B]; `cost` has costs [N, B, C] by way of holding rows except push."""
+        blocks, float64 [N, B]; `cost` maps ways of holding rows, except push, to [N, B, C]."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
         one = np.full(self.of.size, np.inf)
         for x in cost.values():
@@ -218,7 +218,7 @@ class TableCosts:
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
 
-    def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
+    def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of each pushed piece `at` may
         hold within the leaf's limits, by class of the owner; float64 [n, C], 0 if none fits."""
         most, step_us = leaf.most * (1 + _ROUNDING), leaf.step_us * (1 + _ROUNDING)
@@ -249,7 +249,7 @@ class TableCosts:
         found[some] = np.where(is_between[some], high, found[some])
         return found
 
-    def _heavy(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    def _heavy(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
         """Which blocks of the pushed pieces `at` no owner may have within the leaf's limits; bool
         [n, B]. A block of one row has one owner. Its load is at least that of the row, and the
         least load of any further rows, which is 0 or negative."""
@@ -273,7 +273,7 @@ class TableCosts:
                 break
         return out
 
-    def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
+    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
                ) -> list[np.ndarray]:
         """Lower bounds, linear in the blocks, of the bytes of partial sums of the pieces `at`.
 

@@ -139,7 +139,7 @@ class Pieces:
             asks: float64 [T, C, G], part of these loads for the ids that the owner pushes to
                 itself, which an owner of all rows does not have.
             hot: float64 [T, H, 3], features except rows of each table's hottest rows, as far as
-                they are blocks of their own, without pinned rows; padded with zeros.
+                they are blocks of their own, without pinned rows; padded with zeros. H >= 1.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
         shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
@@ -164,7 +164,7 @@ class Pieces:
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
             self.tangents[k] = _least_loads(by_block, blocks[:, IDS] / t.total[IDS])
         single = [int(np.logical_and.accumulate(t.blocks[:, ROWS] == 1).sum()) for t in self.tables]
-        self.hot = np.zeros((len(self.tables), max(single, default=0), 3))
+        self.hot = np.zeros((len(self.tables), max([1, *single]), 3))
         for k, (t, number) in enumerate(zip(self.tables, single, strict=True)):
             self.hot[k, :number] = free_blocks(self.model.problem, t)[:number, IDS:]
 

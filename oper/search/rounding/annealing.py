@@ -36,7 +36,7 @@ _SHARES = 96  # grid of shares of a piece at which partial sums are tabulated
 _OWNERS = 48  # upper limit of the owners of one piece
 _HEADS = 16  # hottest pushed rows of a table whose owners are tracked one by one
 _UNITS = 256  # approximate number of units of pulled rows, over all ranks
-_FINE_UNITS = 2048  # and of a search that continues another one
+_FINE_UNITS = 2048  # least such number in a search that continues another one
 
 _OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
 _CHANGED = ("candidate", "part_width", "units")  # further arrays that a search changes

@@ -12,6 +12,7 @@ that train at the same time would break this order, so the second thread gets an
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,18 +36,21 @@ class Turns:
 
     Attributes:
         lock: re-entrant; held by a thread that changes the tables or waits for other ranks.
+        resolving: held by `ShardedTables.resolve` on another thread, so that its kernel context is
+            not closed meanwhile.
         is_alone: whether there is a single rank, whose threads may train in any order.
         parts: the active `oper.shmem.micro_batches.Parts`, whose thread holds the lock; or None.
     """
 
     def __init__(self, world_size: int) -> None:
-        self.lock = threading.RLock()
+        self.lock, self.resolving = threading.RLock(), threading.Lock()
         self.is_alone = world_size == 1
         self.parts: Any = None
         # Lookups that await their backward passes, by id() of their offsets: the thread, and a weak
         # reference to the offsets, which is dead once the graph has been dropped.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._thread_of_parts: ThreadPoolExecutor | None = None
+        _ALL.add(self)
 
     def thread_of_parts(self) -> ThreadPoolExecutor:
         """Return the thread that makes the collective calls of micro-batches; reused by all steps.
@@ -92,6 +96,20 @@ class Turns:
         """Remove the records of lookups whose backward passes have begun."""
         for part in parts:
             self._awaited.pop(id(part.offsets), None)
+
+
+_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Release the locks that other threads held at a fork: a forked child lacks these threads."""
+    for turns in list(_ALL):
+        for lock in (turns.lock, turns.resolving):
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
+        turns.parts = turns._thread_of_parts = None
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def in_turn(method: _Method) -> _Method:

@@ -10,11 +10,11 @@ import numpy as np
 FREE, STILL, PUSHES = 0, 1, 2
 #: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
 #: work; links; links with the first host, the assumed owner, distinguished.
-KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
+OWNER_ROWS = READER, SPREAD, APART = "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Leaf:
     """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step.
 
     Attributes:
@@ -42,9 +42,9 @@ class Asked:
     """Prices of the units of load that tables consume, for C classes of owners.
 
     Attributes:
-        cost: by way of holding rows (`KINDS` of `oper.search.cost.space`), float64 [2, T, C, 4]:
-            price of a unit of each feature in a piece of all columns, and the part of it that does
-            not depend on the number of columns.
+        cost: maps each way of holding rows (`KINDS` of `oper.search.cost.space`) to float64
+            [2, T, C, 4]: price of a unit of each feature in a piece of all columns, and the part of
+            it that does not depend on the number of columns.
         partial: float64 [T, C], price of a byte of partial sums.
         own: float64 [C], price of an id that a rank pushes to itself.
         piece: price of one more piece of a table.
