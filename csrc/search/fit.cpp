@@ -60,7 +60,7 @@ class Fit {
       f_.mass[at] = low == 1 ? 1.0 : high;
       if (f_.mass[at] > 0 && low < 1) least_sums(f_.least_sums + at * kFeatures);
       if (f_.mass[at] > 0 && f_.may[k * f_.num_classes + c])
-        f_.heavy[j] = std::min(f_.heavy[j], low < 1 ? heavy_rows() : 0);
+        f_.heavy[j] = std::min(f_.heavy[j], f_.mass[at] < 1 ? heavy_rows() : 0);
     }
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }

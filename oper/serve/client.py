@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError, fail, require
 from oper.serve import wire
 from oper.serve.requests import Request
 
@@ -119,11 +119,11 @@ class Client:
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         self._address = address.removeprefix("http://").rstrip("/")
         _place(self._address)
-        if not (isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-                and 0 <= timeout_s <= _MAX_TIMEOUT_S):
-            raise InvalidInputError("cannot connect", "timeout_s", timeout_s,
-                                    f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}",
-                                    "choose a time in this range")
+        given: object = timeout_s  # may be NumPy's
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        require("cannot connect", "choose a time in this range",
+                ("timeout_s", given, is_number and 0 <= timeout_s <= _MAX_TIMEOUT_S,
+                 f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}"))
         self.timeout_s, self.counts = float(timeout_s), ClientCounts()
         self._model = model
         self._lock = threading.Lock()

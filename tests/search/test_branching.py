@@ -21,6 +21,8 @@ from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, Problem, make
 from oper.search.relaxation.pieces import LoadLimits, column_widths
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import LOCAL
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
 from oper.topology import Domain, Topology
 from tests.search.search_cases import (
     gpus,
@@ -303,6 +305,23 @@ def test_no_owner_of_a_heavy_row_keeps_the_limits(name):
                 seen += 1
             kept += heavy < len(pieces.hot[k])
     assert seen > 20 and kept
+
+
+def test_a_heavy_row_is_pushed_in_narrower_pieces():
+    """Where the bisection of the largest mass ends at 1, as all rows of a table nearly fit."""
+    most = 10_000_000
+    stats = TableStats.from_counts(2, np.arange(2), np.array([most, 1]),
+                                   (np.array([1]), np.array([most + 1])))
+    two = make_problem([TableSpec("t", 2, 64, ("f",))],
+                       AccessStats(most + 1, {"t": stats}, "", True), gpus(4, per_host=2),
+                       batch_size=4096, allow={"owned", "push", "columns"})
+    relaxation = Relaxation(CostModel(two))
+    of_all = relaxation.pieces.load(0, 0, 64, two.tables[0].total)
+    limits, at = np.full(of_all.shape, np.inf), (1, 4)
+    for share in np.geomspace(1e-8, 1e-5, 40):
+        limits[at] = of_all[at] * (1 - share)
+        bound = solve_node(Node(relaxation, LoadLimits(0 * of_all, limits)))
+        assert bound.lower_bound_us < 1e6  # a plan with two pieces of 32 columns keeps the limit
 
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])

@@ -168,9 +168,10 @@ class Subspace:
             host = None if part["apart"] is None else loads.get(tuple(part["apart"]))
             if set(part["plans"]) != set(self.plans) or (host is None) != (part["apart"] is None):
                 continue
+            tree = self.trees[0] if host is None else self._with_host(host, None)
             if host is not None:
-                self.trees.append(self._with_host(host, None))
-            grow_as(self.trees[-1], part, step_us - self.extra_us, scale)
+                self.trees.append(tree)
+            grow_as(tree, part, step_us - self.extra_us, scale)
 
     def _with_host(self, load: Load, deadline: float | None) -> SearchTree:
         """A tree in which the host of the piece with the largest such load is distinguished."""

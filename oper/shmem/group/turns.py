@@ -104,8 +104,9 @@ _ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
 def _release_in_child() -> None:
     """Release the locks that other threads held at a fork: a forked child lacks these threads."""
     for turns in list(_ALL):
-        for lock in (turns.lock, turns.resolving):
-            lock._at_fork_reinit()  # type: ignore[attr-defined]
+        locks: tuple[Any, ...] = turns.lock, turns.resolving
+        for lock in locks:
+            lock._at_fork_reinit()  # keeps the object, which others refer to
         turns.parts = turns._thread_of_parts = None
 
 
