@@ -206,7 +206,7 @@ def split(plan: Plan) -> set[str]:
 @pytest.mark.parametrize("name", ["lars_sgd", "lamb", "partial_rowwise_lamb"])
 def test_the_planner_splits_only_what_may_be_split(name: str) -> None:
     assert split(planned("adam")) == {"adam"}
-    assert split(planned(name, "adam")) == {"adam"}
+    assert split(planned("adam", name)) == {"adam"}
     assert not split(planned(name))
     assert "columns" not in stated((name,)).allow
 

@@ -12,6 +12,7 @@ from oper.tables import KEY_EVICTIONS
 MOST_COUNTED = 255  # occurrences of keys without a row are counted in a byte
 _MOST_FLOAT = 3.4028234e38  # largest float32
 _Updates = Annotated[int, within(1, 1 << 31)]
+_Bound = Annotated[float, Rule(lambda x: 0 <= x <= _MOST_FLOAT, "None or a finite float32 >= 0")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,7 @@ class DynamicTable:
     half_life: _Updates | None = None
     time_to_live: _Updates | None = None
     seed: Annotated[int, Rule(lambda x: -1 << 63 <= x < 1 << 63, "a signed 64-bit integer")] = 0
-    init_bound: Annotated[float, Rule(lambda x: 0 <= x <= _MOST_FLOAT,
-                                      "None or a finite float32 >= 0")] | None = None
+    init_bound: _Bound | None = None
 
     def __post_init__(self) -> None:
         require_fields(
