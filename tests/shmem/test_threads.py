@@ -256,6 +256,21 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
         thread.join()
 
 
+def test_a_child_forked_in_a_turn_ends_it() -> None:
+    tables = _alone()
+    with tables.turns.lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                tables.turns.lock.release()
+                with tables.turns.lock:
+                    os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_concurrent_lookups_with_deduplicated_pull() -> None:
     """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place."""
     spec = _spec("sgd")

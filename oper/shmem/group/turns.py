@@ -102,11 +102,14 @@ _ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Release the locks that other threads held at a fork: a forked child lacks these threads."""
+    """Release the locks that other threads held at a fork: a forked child lacks these threads. A
+    turn of the thread that has forked goes on in the child, too."""
     for turns in list(_ALL):
-        locks: tuple[Any, ...] = turns.lock, turns.resolving
-        for lock in locks:
+        lock: Any = turns.lock
+        resolving: Any = turns.resolving
+        if not lock._is_owned():
             lock._at_fork_reinit()  # keeps the object, which others refer to
+        resolving._at_fork_reinit()
         turns.parts = turns._thread_of_parts = None
 
 
