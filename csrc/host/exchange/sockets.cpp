@@ -16,7 +16,7 @@ namespace oper::host {
 
 namespace {
 constexpr uint32_t kMark = 0x7265706f;    // of the headers of this protocol ("oper")
-constexpr int64_t kTurnBytes = 64 << 10;  // sent to one peer before the next peer has its turn
+constexpr int64_t kTurnBytes = 64 << 10;  // most sent to one peer before the next one's turn
 // A send window is the number of bytes in flight to one peer. If several senders share a receiver's
 // link with windows larger than what the link holds, TCP shares it unequally: the sender with the
 // smallest share finishes last while other links idle (a quarter of the time, with four and eight
@@ -89,13 +89,16 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
   return true;
 }
 
-// Sends as much as the connection accepts, at most kTurnBytes and the header.
+// Sends as much as the connection accepts, at most a turn and the header. A turn is no longer than
+// the window: the kernel accepts a whole message while less than the window is in flight, so longer
+// turns would put several windows in flight.
 Sockets::Result Sockets::push(Peer& peer) {
+  const int64_t turn = peer.window > 0 ? std::min(peer.window, kTurnBytes) : kTurnBytes;
   while (peer.sends()) {
     const size_t header = sizeof(Header) - peer.header_sent;
     iovec parts[2] = {
         {reinterpret_cast<char*>(&peer.header_out) + peer.header_sent, header},
-        {const_cast<char*>(peer.out), static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
+        {const_cast<char*>(peer.out), static_cast<size_t>(std::min(peer.out_left, turn))}};
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
