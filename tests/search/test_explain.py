@@ -352,6 +352,13 @@ def draw(problem: Problem, chances: list[np.ndarray], rng: np.random.Generator) 
     return batches
 
 
+def dynamic(problem: Problem, chances: list[np.ndarray]) -> Problem:
+    """The problem with tables t0 and t2 dynamic; keys without a row read row 0."""
+    return replace(problem, tables=tuple(
+        t if t.spec.name == "t1" else replace(t, default_share=float(chance[0]))
+        for t, chance in zip(problem.tables, chances, strict=True)))
+
+
 def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
     """A plan in which every other replicated tier is copied to only one rank per host."""
     sets, turn = copy_sets(problem.machine), itertools.count(seed)
@@ -373,9 +380,10 @@ def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
 def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology, bits: Any,
                                                            objective: str) -> None:
     costs = Costs(phase_us=2.0, id_ns=1.0, sort_ns=2.0, reduce_ns=3.0, update_ns=4.0, run_ns=5.0,
-                  refresh_ns=6.0, tier_ns=7.0, push_ns=8.0, table_us=9.0, warm_share=0.5)
+                  refresh_ns=6.0, tier_ns=7.0, push_ns=8.0, table_us=9.0, warm_share=0.5,
+                  key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0)
     problem, chances = stated(with_host_memory(replace(topology, costs=costs)), objective)
-    problem = replace(problem, message_bits=MessageBits.parse(bits))
+    problem = dynamic(replace(problem, message_bits=MessageBits.parse(bits)), chances)
     kinds = KINDS if objective == "training" else KINDS[:3]
     rng = np.random.default_rng(11)
     for seed in range(6):
@@ -516,10 +524,25 @@ def test_schedules_are_checked() -> None:
             Schedule(True, **bad)
 
 
-def test_compute_is_counted() -> None:
-    problem, chances = stated(replace(gpus(2), costs=Costs(id_ns=3.0)))
-    plan = random_plan(problem, np.random.default_rng(1), ("striped",))
-    batch = draw(problem, chances, np.random.default_rng(2))
-    forward = RealizedLoad(plan, problem).step(batch).phases[0]
-    ids = [sum(b.ids.size for b in rank.values()) for rank in batch]
-    assert forward.units[Term.COMPUTE] == pytest.approx([3.0 * n for n in ids])
+def test_compute_and_directories_of_keys_are_counted() -> None:
+    """Each rank finds its ids; the ranks of a host count and insert the keys of all ranks; every
+    rank sends its keys to each rank of its host, or one rank of the other."""
+    costs = Costs(id_ns=3.0, key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0)
+    domain = host(2).domains[0]
+    static, chances = stated(
+        Topology("two hosts", (domain, replace(domain, ranks=(2, 3), host=1)), costs))
+    plan = random_plan(static, np.random.default_rng(1), ("striped",))
+    batch: list[RankBatch] = [{"f0": Bags(np.array(ids, np.int64), np.array([len(ids)]))}
+                              for ids in ([5, 5, 0, 7], [0, 0], [9], [])]
+    ids, known, missed = np.array([[4, 2, 1, 0], [2, 0, 1, 0], [1, 2, 0, 0]])
+    before, after = ({x.name: x.units for x in RealizedLoad(plan, p).step(batch).phases}
+                     for p in (static, dynamic(static, chances)))
+    assert before["forward"][Term.COMPUTE] == pytest.approx(3 * ids)
+    assert after["forward"][Term.COMPUTE] == pytest.approx((3 + 20) * ids)
+    update, sent = after["update"] - before["update"], 8 * (known + missed) / 2
+    assert update[Term.COMPUTE] == pytest.approx([(19 * 3 + 630 * 3) / 2] * 4)
+    first, second = sent[:2].sum(), sent[2:].sum()
+    # Keys are received in memory, and read there for messages to the two ranks of the other host.
+    assert update[Term.MEMORY] == pytest.approx(np.repeat([first, second], 2) + 2 * sent)
+    assert update[Term.CROSS_OUT] == pytest.approx(2 * sent)
+    assert update[Term.CROSS_IN] == pytest.approx(np.repeat([second, first], 2))

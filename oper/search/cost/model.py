@@ -321,13 +321,13 @@ class CostModel:
         out[list(self.every_pass)] += self.costs.table_us * 1e3
         if self.training:
             out[Row.BACKWARD_NS] += self.costs.sort_table_us * 1e3
-        return out + key_rows(t, self.problem)
+        return out
 
     # -- plans ------------------------------------------------------------------------------------
 
     def base(self) -> Tally:
-        """The sum of `table_rows` over all tables, which every plan has."""
-        rows = sum((self.table_rows(t) for t in self.problem.tables),
+        """The sum of `table_rows` and `key_rows` over all tables, which every plan has."""
+        rows = sum((self.table_rows(t) + key_rows(t, self.problem) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
         return Tally(rows)
 

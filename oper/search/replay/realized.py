@@ -16,6 +16,7 @@ import numpy as np
 from oper.messages import owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
+from oper.search.cost.keys import key_rows
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally
 from oper.search.problem.machine import Machine, Term, add_wire
@@ -82,6 +83,12 @@ class RealizedLoad:
             own = self.model.table_rows(t, np.array(
                 [b.ids.size if t.spec.pooling == "none" else b.num_bags * t.traffic.samples_per_bag
                  for b in batches], float))
+            if t.default_share is not None:  # the ids of a dynamic table are rows; 0 = no row
+                keys = key_rows(t, self.problem, np.array(
+                    [(b.ids.size, np.unique(b.ids[b.ids > 0]).size, (b.ids == 0).sum())
+                     for b in batches], float).T)
+                own += _own(keys)
+                exchange += keys[:NUM_RELATIONAL, :, None]  # a rank sends the same to all others
             for piece, placed in zip(entry.pieces, self.placed[t.spec.name], strict=True):
                 own += self._piece(t, piece, placed, batches, exchange)
             split = self.problem.training and len(entry.pieces) > 1 and (
