@@ -108,7 +108,7 @@ def shard(
         replica_groups: number of groups of consecutive ranks into which the ranks are divided. Each
             group holds all tables, placed by a plan for its ranks; lookups and updates stay within
             it. By default the plan's, or 1 without a plan. Only for training, of tables in host
-            memory that are not dynamic.
+            memory; with dynamic tables, `synchronize_every` must be 1.
         synchronize_every: number of updates between two synchronizations of the groups; by default
             the plan's, or 1. With 1, gradients are added up over all groups before every update:
             results are those of one group, up to the order of additions. With more, groups update
@@ -177,10 +177,10 @@ def shard(
         "synchronize_delay": [synchronize_delay], "synchronize_bits": [synchronize_bits]})
     groups = split(whole, replica_groups, synchronize_every, synchronize_delay, synchronize_bits)
     maps_keys = any(hasattr(m, "_managed_collision_collection") for m in module.modules())
-    if groups is not None and (objective != "training" or dynamic or maps_keys):
+    if groups is not None and (objective != "training" or maps_keys):
         raise InvalidInputError(
-            "cannot shard in replica groups", "objective, dynamic, managed collision modules",
-            (objective, dynamic, maps_keys), "'training', None, False", "leave replica_groups out")
+            "cannot shard in replica groups", "objective, managed collision modules",
+            (objective, maps_keys), "'training', False", "leave replica_groups out")
     group = whole if groups is None else groups.mine
     targets = find_targets(module, modules)
     for target in targets:
@@ -194,7 +194,10 @@ def shard(
     managed = managed_tables(module, targets)
     rules = _dynamic_tables(targets, dynamic, managed)
     raw_keys = [(of, of.raw_keys()) for name, of in managed.items() if name in rules]
-    check_same_arguments(group, "cannot shard", {"dynamic": sorted(rules.items())})
+    check_same_arguments(whole, "cannot shard", {"dynamic": sorted(rules.items())})
+    require("cannot make tables dynamic", "leave synchronize_every out, or do not form groups", (
+        "synchronize_every", synchronize_every, synchronize_every == 1 or not rules,
+        "1, since all replica groups must give a key the same row"))
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and maps_keys:
@@ -208,7 +211,7 @@ def shard(
             {s.name: DynamicRows(s.num_rows, of.admit_after, of.eviction, of.half_life,
                                  of.time_to_live)
              for s in tables if (of := rules.get(s.name))},
-            group.world_size * (_DEFAULT_BATCH if batch_size is None else batch_size))
+            whole.world_size * (_DEFAULT_BATCH if batch_size is None else batch_size))
     made = _the_plan(tables, stats, plan, topology, (whole, group),
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "message_variance": message_variance,

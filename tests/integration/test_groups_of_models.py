@@ -21,6 +21,7 @@ from oper.shmem.group import agreement
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
+from tests.integration import test_dynamic_tables as keyed
 from tests.runtime_support import whole
 from tests.world_support import report, run_world, told, world
 
@@ -109,6 +110,66 @@ def test_two_groups_train_as_one_table() -> None:
         assert torch.allclose(rows, reference(3, 4), rtol=1e-5, atol=1e-6)
 
 
+def train_keys(rank: int, world_size: int, groups: int, folder: str, steps: range) -> Any:
+    """Train on keys and save deltas, after loading those that exist; returns what a run needs to
+    continue."""
+    model = keyed.shard(keyed.bag(), replica_groups=groups)
+    with deltas.DeltaCheckpoints(folder, model) as saver:
+        if steps.start:
+            assert saver.load().step == steps.start
+        for step in steps:
+            keyed.step_of(model, step, rank, world_size)
+            saver.save(step + 1)
+    tables = model.tables
+    return (keyed.records(model), torch.tensor(tables.keys.clock("weight")),
+            tables.read("weight"), tables.read("weight", part="momentum1"))
+
+
+@pytest.mark.parametrize("labels", ["", "aabb", "abcd"])
+def test_groups_have_the_keys_of_one_group(labels: str, tmp_path: Path) -> None:
+    """Keys, counts and clocks are those of one group, rows up to the order of additions; groups are
+    bitwise equal, and so is a run that continues from their checkpoint."""
+    def run(groups: int, name: str, steps: range = range(keyed.STEPS)) -> Any:
+        return run_world(4, train_keys, groups, str(tmp_path / name), steps, labels=labels)
+
+    wanted, found = run(1, "one")[0], run(2, "two")
+    run(2, "broken", range(5))
+    found += run(2, "broken", range(5, keyed.STEPS))
+    for mine in found:
+        for k, (x, y, z) in enumerate(zip(mine, found[0], wanted, strict=True)):
+            assert torch.equal(x, y)
+            assert torch.allclose(x, z, rtol=1e-4, atol=1e-5) if k > 1 else torch.equal(x, z)
+    # Keys are saved once.
+    sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"{n}.deltas/**/*.npz"))
+             for n in ("one", "two")]
+    assert sizes[1] < 1.2 * sizes[0], sizes
+
+
+def refuse_keys(rank: int, world_size: int, harm: str) -> Any:
+    """Rank 0 refuses a batch before or after groups exchange keys; all continue with the next."""
+    model = keyed.shard(keyed.bag(3), oper.DynamicTable(), replica_groups=2, gradient_guard="stop")
+    model(torch.tensor([[1, 2]])).sum().backward()
+    late = model(torch.tensor([[2]]))
+    model(torch.tensor([[3, 4]])).sum().backward()  # takes both rows
+    told, keys = "", [[3.5]] if harm == "type" and rank == 0 else [[3]]
+    try:
+        out = late if harm == "late" and rank == 0 else model(torch.tensor(keys))
+        (out.sum() * (float("nan") if harm == "guard" and rank == 0 else 1.0)).backward()
+    except oper.OperError as error:
+        told = str(error)
+    assert model.tables.keys.clock("weight") == 2
+    model(torch.tensor([[5 + rank % 2, 4]])).sum().backward()
+    return told, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("harm", ["late", "guard", "type"])
+def test_all_groups_skip_keys_that_a_rank_refuses(harm: str) -> None:
+    ranks = run_world(4, refuse_keys, harm)
+    for refused, records, rows in ranks:
+        assert refused and records == ranks[0][1] and torch.equal(rows, ranks[0][2])
+        assert {key for key, *_ in records} < {4, 5, 6} and {c for *_, c in records} == {3}
+
+
 def shard_often(rank: int, world_size: int) -> None:
     held = []
     for step in range(4):
@@ -144,8 +205,9 @@ def refuse(rank: int, world_size: int) -> None:
     shard("synchronize_bits=8, expected one of", synchronize_bits=8)
     shard("pass other arguments", replica_groups=1 + rank % 2)
     shard("memory domains of the ranks, by group", replica_groups=2)  # "aabc": 1 and 2 hosts
-    shard("objective, dynamic", replica_groups=4, objective="inference")
-    shard("objective, dynamic", replica_groups=4, dynamic=oper.DynamicTable())
+    shard("objective, managed", replica_groups=4, objective="inference")
+    shard("synchronize_every=2, expected 1", replica_groups=4, synchronize_every=2,
+          dynamic=oper.DynamicTable())
     spec = TableSpec("weight", ROWS, DIM, ("weight",), "sum", optimizer="sgd")
     plan: Plan = uniform_plan([spec], 4)
     shard("another number of ranks", replica_groups=4, plan=plan)

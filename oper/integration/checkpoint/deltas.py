@@ -183,7 +183,8 @@ class DeltaCheckpoints:
             for piece, mine in (slots or {}).items():
                 parts.add(k, changed, piece, mine if replicas is None else replicas.share(mine))
             for keys in changed.take_keys():
-                parts.add_keys(k, keys)
+                if replicas is None or replicas.groups.counterparts.rank == 0:
+                    parts.add_keys(k, keys)
         parts.end(extra)
         self._folder, self._number, self._since = folder, self._number + 1, step
 

@@ -16,6 +16,7 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.on_demand import may_copy_rows
 from oper.integration.checkpoint.table_state import (
+    all_ranks,
     chunks_of,
     distributed,
     not_plain,
@@ -76,7 +77,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     with noting(errors):
         if not absent:
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-    errors = errors_of_all(tables.group, [*absent, *not_plain(state_dict, entries)], errors)
+    errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:
         return
     for checks in (True, False):  # check all records before writing any
@@ -90,11 +91,13 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
                         first = begin + at
                         keys.write(name, part, torch.arange(first, first + some.shape[0]), some,
                                    checks)
-        errors = errors_of_all(tables.group, [], errors)
+        errors = errors_of_all(all_ranks(tables), [], errors)
     if not errors:
         keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
     error_msgs += errors
     tables.barrier()
+    if tables.replicas is not None:
+        tables.flush_replicas()  # compares the groups' keys
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:

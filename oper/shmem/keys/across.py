@@ -1,9 +1,10 @@
-"""Keys that lookups in other memory domains have seen.
+"""Keys that lookups in other memory domains and replica groups have seen.
 
 Every memory domain has a copy of the directories of dynamic tables, so that lookups of keys need no
 messages. Before each update, every rank sends the keys of its batch to one rank of each other
-domain, which adds them to its own. Changes of a directory depend only on the keys and counts of all
-batches together, so all copies stay equal.
+domain, which adds them to its own. With replica groups, counterparts exchange their keys first.
+Changes of a directory depend only on the keys and counts of all batches together, so all copies
+stay equal.
 
 A message is int64: the number P of parts, the parts [P, 6], the counts of their keys that have a
 row, and their keys without a row (see `Seen`).
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 
 import torch
 
-from oper.shmem.batch import SeenKeys
 from oper.shmem.group.desync import KEYS
 from oper.shmem.protocol import Tables
 
@@ -48,19 +48,24 @@ class OtherDomains:
         self._receivers = [x[at % len(x)] for x in domains if x is not mine]
         self._num_places = torch.tensor(num_places)
 
-    def exchange(self, tables: Tables, seen: Sequence[SeenKeys]) -> list[Seen]:
-        """Send the keys that this rank's lookups have seen; return the keys that it receives, which
-        the caller must count together with its own. Collective; `seen` may be empty.
+    def exchange(self, tables: Tables, seen: Sequence[Seen]) -> list[Seen]:
+        """Send the keys that this rank's lookups have seen, and return them with the keys that it
+        receives, which the caller must count together. Collective; `seen` may be empty.
 
         Raises:
             PeerLostError: a rank has refused its batch or has ended.
             OperError: a rank has sent keys that do not fit this rank's tables.
         """
-        if not self._receivers:
-            return []
-        message = pack([s.found for s in seen])
-        return tables.send(dict.fromkeys(self._receivers, message),
-                           lambda words: unpack(words, self._num_places), KEYS)
+        every = [*seen]
+        if tables.replicas is not None:
+            for words in tables.replicas.exchange_keys(pack(every)):
+                found = unpack(words, self._num_places)
+                assert found is not None  # all groups have equal tables
+                every.append(found)
+        if self._receivers:
+            every += tables.send(dict.fromkeys(self._receivers, pack(every)),
+                                 lambda words: unpack(words, self._num_places), KEYS)
+        return every
 
 
 def pack(seen: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:

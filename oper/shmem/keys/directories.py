@@ -198,7 +198,8 @@ class Keys:
 
     def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
         """Write the keys that a batch's lookups found and missed to this rank's outbox, from which
-        the following backward pass updates the directories. Collective with several memory domains.
+        the following backward pass updates the directories. Collective with several memory domains
+        or replica groups.
 
         Args:
             batch: the batch.
@@ -208,13 +209,13 @@ class Keys:
             InvalidInputError: an update after the lookup has given one of its rows to another key;
                 all ranks skip this batch.
             OperError: the keys do not fit the outbox; all ranks skip this batch.
-            PeerLostError: a rank of another memory domain has refused its batch or has ended.
+            PeerLostError: a rank of another memory domain or replica group has refused its batch
+                or has ended.
         """
         # If this fails, no rank reaches the gradient exchange, which otherwise reports a refusal.
-        received = self._domains.exchange(self._tables, batch.seen)
+        every = self._domains.exchange(self._tables, [seen.found for seen in batch.seen])
         try:
             self._check_rows(batch)
-            every = [*(seen.found for seen in batch.seen), *received]
             left, number = self._leave(
                 self._handle, [x[0] for x in every], [x[1] for x in every], [x[2] for x in every],
                 [self.tables[n] for n in frozen if n in self.tables], self._tables.handle)

@@ -2,7 +2,8 @@
 
 * ``every = 1``: before each update, counterparts (see `groups`) exchange the summed gradients of
   their rows and add them up in the order of the groups. All groups then make the update that one
-  group of all ranks would make, up to the order of additions.
+  group of all ranks would make, up to the order of additions. Before that, they exchange the keys
+  of dynamic tables that their batches have, so that directories stay equal.
 * ``every > 1``: each group updates its copy of the tables separately. After `every` updates,
   counterparts average the rows that have changed since the last synchronization, and the optimizer
   states of these rows. With ``delay > 0`` the rows are sent while the next `delay` updates are made
@@ -43,11 +44,12 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
 from oper.shmem.replica_groups.refused import check_counts, note_refused
+from oper.shmem.replica_groups.written import agree
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
 # Purposes of `_exchange_numbers`; _REFUSED: this rank's group skips the update.
-_GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED = range(5)
+_GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED, _KEYS = range(6)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 59
@@ -199,6 +201,8 @@ class Synchronizer:
         self._is_inside, self._accumulates = True, passed.accumulates
         try:
             try:
+                if tables.keys is not None:
+                    tables.keys.leave(passed.batch, passed.frozen)
                 tables.step(passed, updates=False)
             except Exception:
                 if not self._has_refused:
@@ -215,6 +219,23 @@ class Synchronizer:
         finally:
             self._is_inside = False
         return True
+
+    def exchange_keys(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Send a message about keys, int64 [n], to the counterparts and return theirs.
+
+        Raises:
+            PeerLostError: another group has refused its batch; all ranks of this group skip it.
+        """
+        try:
+            sizes = self._exchange_numbers(_KEYS, [8 * message.numel()])
+        except PeerLostError:  # the counterparts have ended this exchange, and wait for no other
+            self._has_refused = True
+            self.tables._skip_in_family()
+            torch.ops.oper.lookup_refuse_update(self.tables.handle)
+            raise
+        found = self._counterparts.exchange([message.view(torch.uint8)], [n for (n,) in sizes])
+        del found[self.groups.counterparts.rank]
+        return [x.clone().view(torch.int64) for x in found]
 
     def begin_batch(self) -> None:
         """Called before each lookup in training. Not collective; see `check_counts`."""
@@ -373,7 +394,8 @@ class Synchronizer:
                     before.index_copy_(0, places(part.slots[k], part.contributed[k][own]),
                                        rows[own])
                 means = corrected(means, before, self._copied(view, part.slots[k]), is_squares[n])
-            view.index_copy_(0, _index(part.slots[k]), means.to(view.dtype))
+            at = torch.from_numpy(part.slots[k].astype(np.int64))
+            view.index_copy_(0, at, means.to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
         """Divide the slots of each directory into equally many parts, such that the rows and states
@@ -447,27 +469,8 @@ class Synchronizer:
     # ---- written rows ----------------------------------------------------------------------------
 
     def agree(self, refresh: Callable[[], None]) -> None:
-        """Copy rows and states of the first group to all groups, for directories whose checksums
-        differ between counterparts. Called after rows were written.
-
-        Args:
-            refresh: called on all ranks of a group, once, if rows of one of them were replaced.
-        """
-        tables = self.tables
-        sums = self._exchange_numbers(_COPIES, [
-            zlib.crc32(b"".join(
-                zlib.crc32(view.reshape(-1).view(torch.uint8).numpy().data).to_bytes(4, "little")
-                for view in self._views(k))) for k in range(len(tables.directories))])
-        wanted = [np.arange(self._views(k)[0].shape[0], dtype=np.uint32)
-                  if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
-                  for k in range(len(tables.directories))]
-        nothing = np.zeros(0, np.uint32)
-        for some in self._chunks(wanted):
-            parts = [[x] + [nothing] * (self.groups.count - 1) for x in some]
-            for view, k, rows in self._send_rows(parts)():
-                view.index_copy_(0, _index(some[k]), rows[0])
-        if any(tables.all_gather(sums[self.groups.counterparts.rank] != sums[0])):
-            refresh()
+        """Called after rows were written, see `written.agree`."""
+        agree(self, partial(self._exchange_numbers, _COPIES), refresh)
         if self._changed is not None:
             self._changed.restart()
 
@@ -503,7 +506,7 @@ class Synchronizer:
         rank_of = self._counterparts.rank_of
         found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
-            refused = purpose == _GRADIENTS and theirs[0] == _REFUSED
+            refused = purpose in (_GRADIENTS, _KEYS) and theirs[0] == _REFUSED
             if refused or (theirs[:3] != head[:3] and purpose != _REFUSED):
                 error = PeerLostError(
                     "another replica group has refused its batch, so no group has trained",
@@ -545,6 +548,3 @@ class Synchronizer:
         return [x.view(torch.int64).tolist()
                 for x in self._counterparts.exchange([data], [data.numel()] * self.groups.count)]
 
-
-def _index(slots: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(slots.astype(np.int64))

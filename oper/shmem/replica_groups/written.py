@@ -1,0 +1,66 @@
+"""Rows and keys written on all ranks, which must then be equal in all replica groups."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError
+from oper.shmem.keys.directories import RECORDS
+
+
+def agree(of: Any, exchange: Callable[[list[int]], list[list[int]]],
+          refresh: Callable[[], None]) -> None:
+    """Copy rows and states of the first group to all groups, for directories whose checksums differ
+    between counterparts. Collective over all groups.
+
+    Args:
+        of: the `Synchronizer`.
+        exchange: sends numbers, equally many on all counterparts, and returns those of every group.
+        refresh: called on all ranks of a group, once, if rows of one of them were replaced.
+
+    Raises:
+        InvalidInputError: the keys of a dynamic table differ between groups.
+    """
+    tables, groups = of.tables, of.groups
+    num = len(tables.directories)
+    sums = exchange([_checksum(of._views(k)) for k in range(num)] + [_key_checksum(tables)])
+    if any(theirs[num] != sums[0][num] for theirs in sums):
+        raise InvalidInputError("cannot use the written tables", "keys of dynamic tables",
+                                "different", "equal in all replica groups",
+                                "load the same checkpoint on all ranks")
+    wanted = [np.arange(of._views(k)[0].shape[0], dtype=np.uint32)
+              if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
+              for k in range(num)]
+    nothing = np.zeros(0, np.uint32)
+    for some in of._chunks(wanted):
+        parts = [[x] + [nothing] * (groups.count - 1) for x in some]
+        for view, k, rows in of._send_rows(parts)():
+            view.index_copy_(0, torch.from_numpy(some[k].astype(np.int64)), rows[0])
+    if any(tables.all_gather(sums[groups.counterparts.rank] != sums[0])):
+        refresh()
+
+
+def _checksum(arrays: list[torch.Tensor]) -> int:
+    return zlib.crc32(b"".join(
+        zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data).to_bytes(4, "little")
+        for x in arrays))
+
+
+def _key_checksum(tables: Any) -> int:
+    """Checksum of the directories of dynamic tables, the same on all ranks of a group; 0 if there
+    are none."""
+    keys, rank, size = tables.keys, tables.group.rank, tables.group.world_size
+    if keys is None:
+        return 0
+    mine = []
+    for name in keys.tables:
+        for part in keys.parts(name):
+            n = keys.num_records(name, RECORDS[part])
+            mine.append(keys.read(name, part, n * rank // size, n * (rank + 1) // size))
+    clocks = torch.tensor([keys.clock(name) for name in keys.tables])
+    return zlib.crc32(repr(tables.all_gather(_checksum([*mine, clocks]))).encode())
