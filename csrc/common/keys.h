@@ -301,11 +301,11 @@ constexpr int64_t kNearShare = 16;
 // ---- new rows ------------------------------------------------------------------------------------
 
 // Columns [4 * block, 4 * block + 4) of a new key's row.
+constexpr uint32_t kRowDraw = 0x696e6974u;
 struct FirstColumns {
   float at[4];
 };
 OPER_HD FirstColumns first_columns(int64_t key, uint64_t seed, uint32_t block, float bound) {
-  constexpr uint32_t kRowDraw = 0x696e6974u;
   const Philox4 bits = draw_bits(seed, static_cast<uint64_t>(key), block, kRowDraw);
   FirstColumns drawn;
 #if defined(__CUDACC__)

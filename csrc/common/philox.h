@@ -14,6 +14,9 @@ struct Philox4 {
   uint32_t word[4];
 };
 
+constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u,
+                   kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;
+
 OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
   uint32_t a = counter.word[0], b = counter.word[1], c = counter.word[2], d = counter.word[3];
 #if defined(__CUDACC__)
@@ -22,14 +25,14 @@ OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
 #pragma GCC unroll 10
 #endif
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p = uint64_t{0xD2511F53u} * a, q = uint64_t{0xCD9E8D57u} * c;
+    const uint64_t p = uint64_t{kPhiloxFactor0} * a, q = uint64_t{kPhiloxFactor1} * c;
     const uint32_t high_p = static_cast<uint32_t>(p >> 32), high_q = static_cast<uint32_t>(q >> 32);
     a = high_q ^ b ^ key0;
     c = high_p ^ d ^ key1;
     b = static_cast<uint32_t>(q);
     d = static_cast<uint32_t>(p);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kPhiloxStep0;
+    key1 += kPhiloxStep1;
   }
   return {{a, b, c, d}};
 }

@@ -146,6 +146,9 @@ def test_cases_are_measured_and_verified() -> None:
             entry["dynamic_step_ms"] / entry["planned_step_ms"], rel=1e-2)
         assert entry["timings"]["mch"]["n"] == 4 and entry["ratio_mch"] > 0
         assert 17 <= entry["bytes_per_slot"] < 24
+    assert half["ratio_half"] == 1 and "half" not in half["timings"]
+    assert full["ratio_half"] == pytest.approx(
+        full["dynamic_step_ms"] / full["timings"]["half"]["median_ms"], rel=1e-2)
     assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0
     assert full["occupied"] == 600 and full["missed"] > 0 and full["evicted_per_step"] > 0
     text = report([half, full], train.FIGURES)
@@ -160,8 +163,10 @@ def test_other_rows_are_found() -> None:
 
 def test_the_cases() -> None:
     names = [c.name for c in train.cases(False, tables="dynamic")]
-    assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(dynamic.LOADS)
-    assert [c.num_slots for c in dynamic.cases(True)] == [100_000, 100_000, 52_632, 45_455]
+    assert names == list(dynamic.LOADS) == [
+        "pool1", "pool20", "pool1-load95", "pool1-load100", "pool1-full"]
+    assert [c.num_slots for c in dynamic.cases(True)] == [
+        100_000, 100_000, 52_632, 50_000, 45_455]
 
 
 def test_quality_on_a_log_that_drifts() -> None:

@@ -196,6 +196,13 @@ def test_a_state_dict_of_another_table_is_refused() -> None:
             shard(bag()).load_state_dict(state | {"clock": clock})
     with pytest.raises(RuntimeError, match=r"dtype, shape, layout=\(None, \(\), None\)"):
         shard(bag()).load_state_dict(state | {"keys": 3})
+    first, second = (state["keys"][:, 2] >= 0).nonzero()[:2, 0].tolist()
+    for column, value, message in ((0, state["keys"][first, 0], f"record {second}="),
+                                   (2, STEPS + 1, f"newest clock of a key={STEPS + 1}")):
+        keys = state["keys"].clone()
+        keys[second, column] = value
+        with pytest.raises(RuntimeError, match=message):
+            shard(bag()).load_state_dict(state | {"keys": keys})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*candidates"):
         shard(bag(), oper.DynamicTable()).load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*keys"):

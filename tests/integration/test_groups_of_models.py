@@ -159,7 +159,12 @@ def refuse_keys(rank: int, world_size: int, harm: str) -> Any:
         told = str(error)
     assert model.tables.keys.clock("weight") == 2
     model(torch.tensor([[5 + rank % 2, 4]])).sum().backward()
-    return told, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
+    found = told, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
+    if rank >= 2:  # only one group loads a key
+        model.tables.keys.write("weight", "keys", torch.tensor([0]), torch.tensor([[9, 1, 1]]))
+    with pytest.raises(oper.InvalidInputError, match="keys of dynamic tables='different'"):
+        model.tables.flush_replicas()
+    return found
 
 
 @pytest.mark.parametrize("harm", ["late", "guard", "type"])

@@ -80,17 +80,62 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
 }
 
-// Draws 16 blocks of four columns at a time, which the compiler vectorises.
-void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
-  constexpr int64_t kColumns = 64;
-  float drawn[kColumns];
-  for (int64_t first = begin / 4 * 4; first < end; first += kColumns) {
-    for (int64_t j = 0; j < kColumns / 4; ++j) {
-      const FirstColumns four =
-          first_columns(key, seed, static_cast<uint32_t>(first / 4 + j), bound);
-      for (int64_t k = 0; k < 4; ++k) drawn[4 * j + k] = four.at[k];
+constexpr int64_t kDrawnColumns = 64;  // at a time
+
+// Draws columns [4 * block, 4 * block + kDrawnColumns) of a new key's row, see `first_columns`.
+OPER_INLINE void draw_columns(int64_t key, uint64_t seed, int64_t block, float bound, float* out) {
+#if defined(OPER_KERNELS_AVX512)
+  // Philox on 64-bit lanes, of which products use the lower halves: a block of columns per lane.
+  // Compilers, which unpack and pack each product, take twice as long.
+  constexpr int kHalves = 2;
+  const auto all = [](uint32_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); };
+  const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i a[kHalves], b[kHalves], c[kHalves], d[kHalves];
+  for (int h = 0; h < kHalves; ++h) {
+    a[h] = all(static_cast<uint32_t>(key));
+    b[h] = all(static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32));
+    c[h] = _mm512_add_epi64(lanes, _mm512_set1_epi64(block + 8 * h));
+    d[h] = all(kRowDraw);
+  }
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round, key0 += kPhiloxStep0, key1 += kPhiloxStep1)
+    for (int h = 0; h < kHalves; ++h) {
+      const __m512i p = _mm512_mul_epu32(a[h], all(kPhiloxFactor0));
+      const __m512i q = _mm512_mul_epu32(c[h], all(kPhiloxFactor1));
+      a[h] = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(q, 32), b[h]), all(key0));
+      c[h] = _mm512_xor_si512(_mm512_xor_si512(_mm512_srli_epi64(p, 32), d[h]), all(key1));
+      b[h] = q;
+      d[h] = p;
     }
-    const int64_t from = std::max(begin, first), to = std::min(end, first + kColumns);
+  const auto pairs = [](__m512i low, __m512i high) {
+    return _mm512_mask_blend_epi32(0xaaaa, low, _mm512_slli_epi64(high, 32));
+  };
+  const auto store = [&](__m512i bits, float* to) {
+    const __m512 drawn = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 8)),
+                                       _mm512_set1_ps(1.0f / 8388608.0f));
+    _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_sub_ps(drawn, _mm512_set1_ps(1.0f)),
+                                       _mm512_set1_ps(bound)));
+  };
+  const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
+  const __m512i second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
+  for (int h = 0; h < kHalves; ++h) {
+    const __m512i ab = pairs(a[h], b[h]), cd = pairs(c[h], d[h]);
+    store(_mm512_permutex2var_epi64(ab, first, cd), out + 32 * h);
+    store(_mm512_permutex2var_epi64(ab, second, cd), out + 32 * h + 16);
+  }
+#else
+  for (int64_t j = 0; j < kDrawnColumns / 4; ++j) {
+    const FirstColumns four = first_columns(key, seed, static_cast<uint32_t>(block + j), bound);
+    for (int64_t k = 0; k < 4; ++k) out[4 * j + k] = four.at[k];
+  }
+#endif
+}
+
+void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
+  float drawn[kDrawnColumns];
+  for (int64_t first = begin / 4 * 4; first < end; first += kDrawnColumns) {
+    draw_columns(key, seed, first / 4, bound, drawn);
+    const int64_t from = std::max(begin, first), to = std::min(end, first + kDrawnColumns);
     std::copy(drawn + (from - first), drawn + (to - first), out + (from - begin));
   }
 }

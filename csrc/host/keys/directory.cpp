@@ -297,12 +297,17 @@ int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
                             const KeyRecord* records, bool checks) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
   const int64_t n = static_cast<int64_t>(numbers.size());
+  int64_t bucket = -1, begin = 0;  // of the last record, and where records of this bucket begin
   for (int64_t i = 0; i < n; ++i) {
     const KeyRecord& r = records[i];
+    const int64_t last = std::exchange(bucket, place_of(candidates, numbers[i]).bucket);
+    if (bucket != last) begin = i;
     if (r.clock == -1) continue;
+    for (int64_t k = begin; k < i; ++k)
+      if (records[k].clock != -1 && records[k].key == r.key) return i;
     const bool is_legal = r.clock >= 0 && r.clock < kMost && r.count >= (candidates ? 1 : 0) &&
                           r.count <= (candidates ? 255 : kMost);
-    if (!is_legal || bucket_of(hash_of(r.key)) != place_of(candidates, numbers[i]).bucket) return i;
+    if (!is_legal || bucket_of(hash_of(r.key)) != bucket) return i;
   }
   if (checks) return -1;
   for (int64_t i = 0; i < n; ++i) {

@@ -159,8 +159,8 @@ class KeyDirectory {
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
   // Writes those of the records with these numbers that this rank owns or, if `checks`, only checks
-  // all. Returns -1, or the index of the first record that is invalid or cannot be in its bucket;
-  // then nothing has been written.
+  // all. Returns -1, or the index of the first record that is invalid, cannot be in its bucket or
+  // has the key of an earlier one; then nothing has been written. `numbers` are ascending.
   int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
                 bool checks);
   // Numbers of the records in this rank's buckets that updates after clock `since` have changed or

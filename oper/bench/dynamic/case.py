@@ -30,10 +30,13 @@ from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
 
 NUM_TABLES, NUM_KEYS = 26, 50_000
-# Keys per available row. Above 1 there are more keys than rows, and every step evicts some.
-LOADS = {"pool1": 0.5, "pool20": 0.5, "pool1-load95": 0.95, "pool1-full": 1.1}
+HALF = 0.5
+# Keys per available row. From 0.95 on, buckets are full and evict keys; above 1, keys are more than
+# rows.
+LOADS = {"pool1": HALF, "pool20": HALF, "pool1-load95": 0.95, "pool1-load100": 1.0,
+         "pool1-full": 1.1}
 FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
-            "ratio_planned", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
+            "ratio_planned", "ratio_half", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
             "evicted_per_step"),)
 EVICTION_INTERVAL = 10  # steps between two updates of TorchRec's managed-collision modules
 _CHECKED_STEPS = 2
@@ -66,7 +69,20 @@ class DynamicCase(Case):
     @property
     def num_slots(self) -> int:
         """Rows per dynamic table for keys, without the default row."""
-        return round(max(self.work.num_rows) / self.load)
+        return self.slots_at(self.load)
+
+    def slots_at(self, load: float) -> int:
+        """`num_slots` at another load."""
+        return round(max(self.work.num_rows) / load)
+
+    def dynamic(self, load: float, batch_size: int) -> Any:
+        """New dynamic tables with `slots_at` this load, for `batch_size` samples per rank.
+        Collective."""
+        from oper.sharding import shard
+
+        work = replace(self.work, num_rows=(self.slots_at(load) + 1,) * len(self.work.num_rows))
+        return shard(make_collection(work, "cpu"), dynamic=DynamicTable(), batch_size=batch_size,
+                     optimizer=OPTIMIZER)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Build, fill, verify and measure; rank 0 returns the record's entry. Collective."""
@@ -82,23 +98,26 @@ class DynamicCase(Case):
         static: Any = shard(make_collection(work, "cpu"), batch_size=batch_size,
                             optimizer=OPTIMIZER)
         planned: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
-        wider = replace(work, num_rows=(self.num_slots + 1,) * len(work.num_rows))
-        dynamic: Any = shard(make_collection(wider, "cpu"), dynamic=DynamicTable(),
-                             batch_size=batch_size, optimizer=OPTIMIZER)
+        dynamic = self.dynamic(self.load, batch_size)
+        sides = {"static": static, "planned": planned, "dynamic": dynamic}
+        if self.load != HALF:  # compared in turns, since steps of separate runs vary more
+            sides["half"] = self.dynamic(HALF, batch_size)
         gradient = run.gradient(work.seed, work.batch_size)
         mine = gradient.chunk(run.world_size)[run.rank].clone()
         mch = None if run.rank else ManagedCollisions(work, self.num_slots, gradient)
         run.say("filling the tables")
         _fill(work, dynamic, mch, run)
+        if "half" in sides:
+            _fill(work, sides["half"], None, run)
         run.say(f"comparing {_CHECKED_STEPS} steps")
         verification = _verify(work, dynamic, gradient, run)
         before, steps_before = _totals(dynamic.tables), dynamic.tables.num_steps
-        steps = _time(self, run, {"static": static, "planned": planned, "dynamic": dynamic}, mch,
-                      mine)
+        steps = _time(self, run, sides, mch, mine)
         counts = _totals(dynamic.tables)
         timed = {name: counts[name] - before[name] for name in ("evicted", "lookups", "missed")}
-        for other in (static, planned):
-            other.tables.close()
+        for name, side in sides.items():
+            if name != "dynamic":
+                side.tables.close()
         medians, means = ({n: round(1e3 * float(of(s)), 4) for n, s in steps.items()}
                           for of in (np.median, np.mean))
         return run.finish(dynamic.tables, {
@@ -106,6 +125,7 @@ class DynamicCase(Case):
             "planned_step_ms": medians["planned"],
             "ratio_static": round(medians["dynamic"] / medians["static"], 3),
             "ratio_planned": round(medians["dynamic"] / medians["planned"], 3),
+            "ratio_half": round(medians["dynamic"] / medians.get("half", medians["dynamic"]), 3),
             "mch_step_ms": means["mch"], "ratio_mch": round(means["mch"] / means["dynamic"], 3),
             "bytes_per_slot": round(counts["num_bytes"] / counts["rows"], 3),
             "missed": timed["missed"] / timed["lookups"],
@@ -173,7 +193,8 @@ def _time(case: DynamicCase, run: Run, sides: Mapping[str, Any], mch: ManagedCol
     """Seconds of every call by contender, maximum over ranks. Collective."""
     work, ids = case.work, run.ids()
     rows = [make_kjt(work, x) for x in ids]
-    inputs = dict.fromkeys(sides, rows) | {"dynamic": [make_kjt(work, keys_of(x)) for x in ids]}
+    keys = [make_kjt(work, keys_of(x)) for x in ids]
+    inputs = {name: keys if name in ("dynamic", "half") else rows for name in sides}
     own = case.threads_per_rank
     runs = {name: on_threads(own, over(
                 inputs[name], lambda kjt, m=model: _step(m, kjt, mine)))  # type: ignore[misc]

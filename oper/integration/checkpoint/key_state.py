@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.integration.checkpoint.on_demand import may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
@@ -80,6 +80,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:
         return
+    clock = 0 if errors else int(state_dict[f"{prefix}clock"])
     for checks in (True, False):  # check all records before writing any
         if errors:
             break
@@ -91,9 +92,13 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
                         first = begin + at
                         keys.write(name, part, torch.arange(first, first + some.shape[0]), some,
                                    checks)
+                        require(f"cannot load the {part} of dynamic table {name!r}",
+                                "load a checkpoint of this model",
+                                ("newest clock of a key", latest := int(some[:, 2].max()),
+                                 latest <= clock, f"at most {clock}, the table's clock"))
         errors = errors_of_all(all_ranks(tables), [], errors)
     if not errors:
-        keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
+        keys.set_clock(name, clock)
     error_msgs += errors
     tables.barrier()
     if tables.replicas is not None:

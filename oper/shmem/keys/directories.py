@@ -339,7 +339,8 @@ class Keys:
         if bad >= 0:
             raise InvalidInputError(
                 f"cannot load the {part} of dynamic table {name!r}", f"record {int(numbers[bad])}",
-                records[bad].tolist(), "a key of this slot's bucket, a valid count and clock",
+                records[bad].tolist(),
+                "a key of this slot's bucket that no earlier record has, a valid count and clock",
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def counts(self, name: str) -> KeyCounts:

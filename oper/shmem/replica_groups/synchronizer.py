@@ -547,4 +547,3 @@ class Synchronizer:
         data = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
         return [x.view(torch.int64).tolist()
                 for x in self._counterparts.exchange([data], [data.numel()] * self.groups.count)]
-
