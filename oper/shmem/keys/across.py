@@ -26,7 +26,7 @@ _TABLE, _BEGIN, _END, _MISSED, _COUNTED, _, _WIDTH = range(7)
 # the kernels take it; int64 [M], the keys without a row, in the order of the parts; and the parts,
 # int64 [P, 6], one line per dynamic table: its number, begin and end of its ids, its number of keys
 # without a row, and two values for the kernels about the counts.
-Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Seen = tuple[torch.Tensor, ...]
 
 
 class OtherDomains:
@@ -68,7 +68,7 @@ class OtherDomains:
         return every
 
 
-def pack(seen: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+def pack(seen: Sequence[Seen]) -> torch.Tensor:
     """Return the keys that lookups have seen (`Seen`) as a message, int64 [n]."""
     parts, counts = [torch.empty(0, _WIDTH, dtype=torch.int64)], []
     first = 0
