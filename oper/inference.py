@@ -243,12 +243,10 @@ class ServedModel(nn.Module):
         """The most recently published epoch."""
         return self._reader.epoch
 
-    @contextlib.contextmanager
-    def pinned(self) -> Iterator[int]:
-        """Use one epoch for all calls of this thread inside the block; yields the epoch. Publishers
-        may have to wait for the end of the block."""
-        with self._reader.pinned() as epoch:
-            yield epoch
+    def pinned(self) -> contextlib.AbstractContextManager[int]:
+        """Use one epoch for all calls of this thread inside a ``with`` block, which gets the epoch.
+        Publishers may have to wait for the end of the block."""
+        return self._reader.pinned()
 
     @property
     def publisher_alive(self) -> bool:

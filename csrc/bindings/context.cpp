@@ -135,14 +135,13 @@ int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arr
 // `domain`: the ranks of this memory domain, ascending; `pidfds`: of these ranks, see Barrier.
 void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> domain,
                          std::vector<int64_t> pidfds, int64_t deadline_ms) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  context.domain.assign(domain.begin(), domain.end());
-  const auto mine = std::find(domain.begin(), domain.end(), context.rank) - domain.begin();
-  context.barrier = std::make_unique<Barrier>(
-      reinterpret_cast<BarrierLine*>(lines), static_cast<int32_t>(mine),
-      static_cast<int32_t>(domain.size()), std::vector<int>(pidfds.begin(), pidfds.end()),
-      deadline_ms);
+  const auto context = context_of(handle);
+  context->domain.assign(domain.begin(), domain.end());
+  const auto mine = std::find(domain.begin(), domain.end(), context->rank) - domain.begin();
+  context->barrier =
+      std::make_unique<Barrier>(reinterpret_cast<BarrierLine*>(lines), static_cast<int32_t>(mine),
+                                static_cast<int32_t>(domain.size()),
+                                std::vector<int>(pidfds.begin(), pidfds.end()), deadline_ms);
 }
 
 // `targets`: int64 [K, 4], see ReplicaTarget. `bits`: see Messages::Setup. `transport`: address of
@@ -150,10 +149,9 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
-  const auto held = context_of(handle);
-  Context& context = *held;
+  const auto context = context_of(handle);
   ExchangeSetup setup;
-  setup.messages.local.assign(static_cast<size_t>(context.world_size), false);
+  setup.messages.local.assign(static_cast<size_t>(context->world_size), false);
   for (int64_t r : domain) setup.messages.local[r] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
@@ -164,41 +162,38 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   setup.pulls = pulls;
   setup.refreshes = refreshes;
   setup.shares_replicas = shares_replicas;
-  STD_TORCH_CHECK(bits.size() == 2 * context.tables.size(), "internal: bits are not by table");
+  STD_TORCH_CHECK(bits.size() == 2 * context->tables.size(), "internal: bits are not by table");
   setup.messages.bits = std::move(bits);
   setup.messages.collection = static_cast<uint32_t>(collection);
   setup.transport = reinterpret_cast<Transport>(transport);
-  context.exchange = std::make_shared<Exchange>(context, std::move(setup));
+  context->exchange = std::make_shared<Exchange>(*context, std::move(setup));
 }
 
 // Bytes sent since the last reset, [kNumSent][W], see enum Sent; empty in a single domain.
 std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  if (!context.exchange) return {};
-  Messages& messages = context.exchange->messages;
+  const auto context = context_of(handle);
+  if (!context->exchange) return {};
+  Messages& messages = context->exchange->messages;
   return reset ? messages.take_sent() : messages.sent_bytes;
 }
 
 // Sets whether rows of peers are copied once per batch, see host/exchange/peer_rows.h. `choice`:
 // PeerRows::Choice; `costs`: float64 [3], PullCosts.
 void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
-  const auto held = context_of(handle);
-  Context& context = *held;
+  const auto context = context_of(handle);
   const double* c = static_cast<const double*>(costs.data_ptr());
   const auto kind = static_cast<PeerRows::Choice>(choice);
-  context.peer_rows = kind == PeerRows::kNever
-                          ? nullptr
-                          : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
+  context->peer_rows = kind == PeerRows::kNever ? nullptr
+                                                : std::make_shared<PeerRows>(
+                                                      *context, kind, PullCosts{c[0], c[1], c[2]});
 }
 
 // [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they
 // are copied. Empty if they never are.
 std::vector<int64_t> context_duplication(int64_t handle) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  if (!context.peer_rows) return {};
-  const auto& tables = context.peer_rows->tables;
+  const auto context = context_of(handle);
+  if (!context->peer_rows) return {};
+  const auto& tables = context->peer_rows->tables;
   std::vector<int64_t> result(3 * tables.size());
   for (size_t t = 0; t < tables.size(); ++t) {
     result[t] = tables[t].num_ids;
@@ -211,11 +206,10 @@ std::vector<int64_t> context_duplication(int64_t handle) {
 // Waits for the ranks of this memory domain. `phase`: see oper/shmem/group/desync.py. Returns a
 // Status.
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  if (!context.barrier) return {0, -1};
-  const Status found = context.barrier->arrive(static_cast<uint32_t>(phase));
-  return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
+  const auto context = context_of(handle);
+  if (!context->barrier) return {0, -1};
+  const Status found = context->barrier->arrive(static_cast<uint32_t>(phase));
+  return {found.code, found.detail < 0 ? -1 : context->domain[found.detail]};
 }
 
 // Nanoseconds of the last batch by phase, see enum Phase.
@@ -234,33 +228,29 @@ std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle)->
 // Numbers of forward and of backward passes, then of what was read, [kNumMoved][T][W], see
 // host/counters/traffic.h; since the last reset.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  std::vector<int64_t> result = context.moved();
-  result.insert(result.begin(), std::begin(context.num_passes), std::end(context.num_passes));
-  if (reset) context.reset_moved();
+  const auto context = context_of(handle);
+  std::vector<int64_t> result = context->moved();
+  result.insert(result.begin(), std::begin(context->num_passes), std::end(context->num_passes));
+  if (reset) context->reset_moved();
   return result;
 }
 
 // See Barrier::positions. Empty if this memory domain has a single rank.
 std::vector<int64_t> context_positions(int64_t handle) {
-  const auto held = context_of(handle);
-  const Context& context = *held;
-  return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
+  const auto context = context_of(handle);
+  return context->barrier ? context->barrier->positions() : std::vector<int64_t>{};
 }
 
 // See Messages::last_phases. Empty in a single domain.
 std::vector<int64_t> context_last_phases(int64_t handle) {
-  const auto held = context_of(handle);
-  const Context& context = *held;
-  return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
+  const auto context = context_of(handle);
+  return context->exchange ? context->exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
 // See Barrier::give_up.
 void context_give_up(int64_t handle, int64_t verdict) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  if (context.barrier) context.barrier->give_up(verdict);
+  const auto context = context_of(handle);
+  if (context->barrier) context->barrier->give_up(verdict);
 }
 
 void context_mark_changes(int64_t handle, bool on) { context_of(handle)->mark_changes(on); }
@@ -268,12 +258,11 @@ void context_mark_changes(int64_t handle, bool on) { context_of(handle)->mark_ch
 // Slots of a table whose rows have changed since the last call, ascending, uint32 [n] stored as
 // int32.
 Tensor context_take_changes(int64_t handle, int64_t table) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
+  const auto context = context_of(handle);
+  STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context->tables.size()),
                   "internal: no such table");
-  Tensor out = pooled_tensor(ScalarType::Int, {context.num_changes(table)});
-  context.take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
+  Tensor out = pooled_tensor(ScalarType::Int, {context->num_changes(table)});
+  context->take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
   return out;
 }
 
@@ -344,10 +333,9 @@ void decode_rows(Tensor from, int64_t bits, Tensor rows) {
 // update has kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers;
 // the same of pushed tiers.
 std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  STD_TORCH_CHECK(context.num_left == 1, "internal: kept gradients are not those of one batch");
-  const Table& of = context.tables.at(table);
+  const auto context = context_of(handle);
+  STD_TORCH_CHECK(context->num_left == 1, "internal: kept gradients are not those of one batch");
+  const Table& of = context->tables.at(table);
   Tensor out[4];
   for (const int pushed : {0, 1}) {
     const PushedRows& kept = of.left[pushed][0];
@@ -363,11 +351,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t 
 
 // Replaces the sums that `context_kept` returns, of pulled tiers or, if `pushed`, of pushed tiers.
 void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  Table& of = context.tables.at(table);
+  const auto context = context_of(handle);
+  Table& of = context->tables.at(table);
   const int64_t n = slots.numel();
-  STD_TORCH_CHECK(context.num_left == 1 && slots.is_contiguous() && rows.is_contiguous() &&
+  STD_TORCH_CHECK(context->num_left == 1 && slots.is_contiguous() && rows.is_contiguous() &&
                       slots.scalar_type() == ScalarType::Int &&
                       rows.scalar_type() == ScalarType::Float && rows.numel() == n * of.dim,
                   "internal: kept gradients of the wrong shape or type");

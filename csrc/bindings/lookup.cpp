@@ -187,25 +187,23 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t batch_size, bool pooled, bool with_order) {
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(), nothing(), nothing(), kBadBatch, fault};
-  const auto held = context_of(handle);
-  Context& context = *held;
+  const auto context = context_of(handle);
   const int64_t begin_ns = PhaseTimes::now_ns();
   Tensor offsets;
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   const Batch batch =
-      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
+      make_batch(*context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
   Resolved resolved;
   const int64_t n = number_addresses(batch, &resolved);
   Tensor addresses = pooled_tensor(ScalarType::Long, {n + kAddressesAhead});
-  const int64_t bytes = with_order ? order_bytes(context, batch) : 0;
+  const int64_t bytes = with_order ? order_bytes(*context, batch) : 0;
   Tensor order = pooled_tensor(ScalarType::Byte, {bytes});
   resolved.order = with_order ? static_cast<char*>(order.data_ptr()) : nullptr;
   int64_t* data = static_cast<int64_t*>(addresses.data_ptr());
-  const Status status =
-      status_of([&] { resolve(context, batch, data, resolved); });
+  const Status status = status_of([&] { resolve(*context, batch, data, resolved); });
   std::fill(data + n, data + n + kAddressesAhead, n > 0 ? data[n - 1] : 0);
-  context.times.note(kResolve, begin_ns, PhaseTimes::now_ns());
+  context->times.note(kResolve, begin_ns, PhaseTimes::now_ns());
   return {offsets, addresses, order, status.code, status.detail};
 }
 
@@ -223,9 +221,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(), nothing(), kBadBatch, fault};
-  const auto held = context_of(handle);
-  Context& context = *held;
-  PhaseClock clock(context);
+  const auto context = context_of(handle);
+  PhaseClock clock(*context);
   Tensor offsets;
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
@@ -244,9 +241,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   // Whether pooling computes the bounds of bags (see host/kernels/bounds.inl): only if nothing else
   // reads them before.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
-                          !context.exchange && !context.peer_rows &&
-                          !(collective && context.has_push) &&
-                          has_own_keys(context, key_of, n / batch_size);
+                          !context->exchange && !context->peer_rows &&
+                          !(collective && context->has_push) &&
+                          has_own_keys(*context, key_of, n / batch_size);
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   if (known_offsets.has_value()) {
     offsets = *known_offsets;
@@ -259,7 +256,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
     return {offsets, offsets, kBadLengths, int64_data(offsets)[n]};
   }
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, bags});
+  Batch batch = make_batch(*context, {ids, offsets, key_of, weights, batch_size, pooled, bags});
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
   batch.resolved = resolved ? &*resolved : nullptr;
   if (on_the_way) {
@@ -272,15 +269,14 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   // they are used. Measured on two cores, with a pass over the output: bypassing the cache took 10
   // % less time if the outputs take a fifth of it or more, 5 % more if a tenth. Not for rows that
   // `spread` reads next.
-  batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
-                                 last_level_cache_bytes() / 4;
-  const Status status =
-      status_of([&] { forward(context, batch, float_data(out), collective); });
+  batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context->world_size >
+                                last_level_cache_bytes() / 4;
+  const Status status = status_of([&] { forward(*context, batch, float_data(out), collective); });
   if (shared && status.code == 0) {
     const Tensor pooled = out;
     if (shared->count != batch.num_rows || !are_in_order)
       out = pooled_tensor(ScalarType::Float, {shared->count, batch.out_stride});
-    spread(context, *shared, float_data(pooled), float_data(out));
+    spread(*context, *shared, float_data(pooled), float_data(out));
   }
   clock.end(kForward);
   return {out, offsets, status.code, status.detail};
@@ -312,7 +308,7 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
 
 // See `forward_shared_interaction` in host/interaction.h; for tables that are only read. `first`,
 // `shared_keys`: see `shared_bags`. Without them no features are shared: `forward_interaction` computes
-// `out`, `users` has no columns, and `user_of` is empty.
+// `out`, and `users` and `user_of` are empty.
 // Returns `users` and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and
 // a status.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
@@ -321,15 +317,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   const int64_t size = dense.size(0), dim = dense.size(1);
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
-  const auto held = context_of(handle);
-  Context& context = *held;
-  PhaseClock clock(context);
-  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
+  const auto context = context_of(handle);
+  PhaseClock clock(*context);
+  STD_TORCH_CHECK(!context->exchange && !context->peer_rows && !context->has_push &&
                       dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
-                      dim > 0 && context.output_columns % dim == 0,
+                      dim > 0 && context->output_columns % dim == 0,
                   "internal: a fused interaction needs tables of one memory domain without pushed "
                   "tiers, and contiguous float32 dense rows with as many columns as each feature");
-  Tensor user_of = nothing();
+  Tensor user_of = nothing(), users = nothing();
   SharedBags shared{std::vector<bool>(static_cast<size_t>(key_of.numel())), {0, size}};
   if (first) {
     STD_TORCH_CHECK(first->numel() == size && shared_keys,
@@ -338,22 +333,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     shared = shared_bags(*first, *shared_keys, key_of, static_cast<int64_t*>(user_of.data_ptr()));
   }
   const int64_t common = shared.count(), own = key_of.numel() - common + 1;
+  if (first)
+    users = pooled_tensor(ScalarType::Float, {static_cast<int64_t>(shared.begins.size()) - 1,
+                                              common * (common - 1) / 2});
   Tensor offsets;
-  Tensor users = pooled_tensor(ScalarType::Float,
-                               {static_cast<int64_t>(shared.begins.size()) - 1,
-                                common * (common - 1) / 2});
   Tensor out = pooled_tensor(ScalarType::Float,
                              {size, dim + own * common + own * (own - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {users, out, user_of, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
+  const Batch batch = make_batch(*context, {ids, offsets, key_of, weights, size, true});
   const Status status = status_of([&] {
     const int32_t columns = static_cast<int32_t>(dim);
     if (first)
-      forward_shared_interaction(context, batch, shared, float_data(dense), columns,
+      forward_shared_interaction(*context, batch, shared, float_data(dense), columns,
                                  float_data(users), float_data(out));
     else
-      forward_interaction(context, batch, float_data(dense), columns, float_data(out));
+      forward_interaction(*context, batch, float_data(dense), columns, float_data(out));
   });
   clock.end(kForward);
   return {users, out, user_of, offsets, status.code, status.detail};
@@ -362,12 +357,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
 std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
                                                             Tensor offsets, Tensor weights,
                                                             Tensor key_of, int64_t batch_size) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, true});
+  const auto context = context_of(handle);
+  const Batch batch = make_batch(*context, {ids, offsets, key_of, weights, batch_size, true});
   Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
   const Status status =
-      status_of([&] { weight_gradient(context, batch, float_data(grad), float_data(out)); });
+      status_of([&] { weight_gradient(*context, batch, float_data(grad), float_data(out)); });
   return {out, status.code, status.detail};
 }
 
@@ -397,38 +391,37 @@ std::tuple<int64_t, int64_t> lookup_backward(
     Tensor optimizers, double gradient_scale,
     std::optional<Tensor> addresses, std::optional<Tensor> order, int64_t updates,
     std::optional<Tensor> bags, std::optional<Tensor> samples) {
-  const auto held = context_of(handle);
-  Context& context = *held;
-  STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
-                      optimizers.numel() ==
-                          static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
-                  "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
+  const auto context = context_of(handle);
+  STD_TORCH_CHECK(
+      optimizers.scalar_type() == ScalarType::Double &&
+          optimizers.numel() == static_cast<int64_t>(context->tables.size()) * kOptimizerWidth,
+      "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
   const double* data = static_cast<const double*>(optimizers.data_ptr());
-  if (context.world_size > 1)
-    context.settings = settings_of(data, context.tables.size()) + static_cast<uint32_t>(updates);
-  for (size_t t = 0; t < context.tables.size(); ++t) {
+  if (context->world_size > 1)
+    context->settings = settings_of(data, context->tables.size()) + static_cast<uint32_t>(updates);
+  for (size_t t = 0; t < context->tables.size(); ++t) {
     const double* x = data + t * kOptimizerWidth;
-    context.tables[t].optimizer = optimizer_args(x);
-    context.tables[t].rounding = rounding_key(x);
+    context->tables[t].optimizer = optimizer_args(x);
+    context->tables[t].rounding = rounding_key(x);
   }
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
+  Batch batch = make_batch(*context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, order);
   batch.resolved = resolved ? &*resolved : nullptr;
-  place_gradients(context, grads, key_of.numel(), batch);
+  place_gradients(*context, grads, key_of.numel(), batch);
   std::optional<SampleGradients> shared;
   Tensor sums;
   if (samples) {
     shared = gradients_of(grads[0], *samples, key_of);
     // Checks the bags again, since a program may have changed `samples` after the lookup.
-    const int64_t outside = place_sums(context, *bags, key_of, *shared, batch, &sums);
+    const int64_t outside = place_sums(*context, *bags, key_of, *shared, batch, &sums);
     if (outside >= 0) {
-      refuse_backward(context);
+      refuse_backward(*context);
       return {kBadSamples, outside};
     }
   }
   const Status status = status_of([&] {
-    if (updates % 2 == 0) return leave(context, batch);
-    backward(context, batch, static_cast<float>(gradient_scale));
+    if (updates % 2 == 0) return leave(*context, batch);
+    backward(*context, batch, static_cast<float>(gradient_scale));
   });
   return {status.code, status.detail};
 }

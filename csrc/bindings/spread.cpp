@@ -56,16 +56,15 @@ bool are_own_rows(Tensor rows) {
 // the number of bags of each key.
 std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
                                        Tensor key_of, int64_t num_bags) {
-  const auto held = context_of(handle);
-  Context& context = *held;
+  const auto context = context_of(handle);
   SampleGradients shared = gradients_of(grad, samples, key_of);
   for (int64_t f = 0; f < shared.samples.num_features; ++f)
     if (shared.samples.kind(f, int64_data(bags)[int64_data(key_of)[f]]).is_outside)
       return {pooled_tensor(ScalarType::Float, {0}), f};
-  Tensor out = pooled_tensor(ScalarType::Float, {num_bags, context.output_columns});
-  for (const Feature& feature : context.features)
-    shared.sums.push_back({float_data(out) + feature.column, num_bags, context.output_columns});
-  add_up(context, shared);
+  Tensor out = pooled_tensor(ScalarType::Float, {num_bags, context->output_columns});
+  for (const Feature& feature : context->features)
+    shared.sums.push_back({float_data(out) + feature.column, num_bags, context->output_columns});
+  add_up(*context, shared);
   return {out, -1};
 }
 

@@ -5,6 +5,7 @@ Lengths and ids are stored feature by feature, as in TorchRec's ``KeyedJaggedTen
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ class Signature:
         num_dense: number of dense features of a sample.
 
     Raises:
-        InvalidInputError: the name is invalid, a feature is repeated, or the lengths of `features`
-            and `num_rows` differ.
+        InvalidInputError: the name is invalid, a feature is repeated, the lengths of `features`
+            and `num_rows` differ, or a table has no rows.
     """
 
     name: str
@@ -56,6 +57,10 @@ class Signature:
             raise InvalidInputError("invalid signature", "features", self.features,
                                     f"{len(self.num_rows)} different names, as in num_rows",
                                     "name every feature once")
+        if any(n is not None and n < 1 for n in self.num_rows):
+            raise InvalidInputError("invalid signature", "num_rows", self.num_rows,
+                                    "each >= 1, or None for raw keys",
+                                    "leave out features without rows")
         check_name(self.name)
 
 
@@ -116,20 +121,26 @@ class Request:
                                   f"{shape}; {axes}")
         if not np.isfinite(self.dense).all():
             raise bad_request("dense", "inf or nan", "finite numbers")
-        if (low := int(self.lengths.min(initial=0))) < 0:
-            raise bad_request("lengths", low, ">= 0")
-        totals = self.lengths.sum(axis=1, dtype=np.int64)
+        # As unsigned numbers, negative ones are too large: one comparison finds both.
+        totals = self.lengths.view(np.uint32).sum(axis=1, dtype=np.int64)
         if int(totals.sum()) != self.ids.size:
+            if (low := int(self.lengths.min(initial=0))) < 0:
+                raise bad_request("lengths", low, ">= 0")
             raise bad_request("number of ids", self.ids.size,
                               f"{int(totals.sum())}, the sum of lengths")
-        limits = np.repeat(np.array([-1 if n is None else n for n in signature.num_rows], np.int64),
-                           totals)
-        wrong = (limits >= 0) & ((self.ids < 0) | (self.ids >= limits))
+        wrong = self.ids.view(np.uint64) > np.repeat(_last_ids(signature), totals)
         if wrong.any():
             at = int(np.argmax(wrong))
-            feature = signature.features[int(np.searchsorted(np.cumsum(totals), at, "right"))]
-            raise bad_request(f"id of feature {feature!r}", int(self.ids[at]),
-                              f"in [0, {limits[at]})")
+            k = int(np.searchsorted(np.cumsum(totals), at, "right"))
+            raise bad_request(f"id of feature {signature.features[k]!r}", int(self.ids[at]),
+                              f"in [0, {signature.num_rows[k]})")
+
+
+@functools.lru_cache(maxsize=64)
+def _last_ids(signature: Signature) -> np.ndarray:
+    """Return the largest id of each feature, uint64 [F]; of raw keys, the largest number."""
+    return np.array([-1 if n is None else n - 1 for n in signature.num_rows],
+                    np.int64).view(np.uint64)
 
 
 def places(features: Sequence[str], signature: Signature) -> list[int]:

@@ -245,7 +245,10 @@ def test_types_by_hotness_beside_int8_rows() -> None:
     entry = verified(case)
     assert 0 < entry["error"] <= 5e-4
     assert set(entry["share_of_rows"]) >= {"int8", "int4"}
-    assert 0.5 < entry["bytes_ratio"] < 1 and entry["queries_ratio"] > 0
+    assert 0.5 < entry["bytes_ratio"] < 1
+    interval = entry["queries_ratio_interval"]
+    assert 0 < interval["low"] <= entry["queries_ratio"] <= interval["high"]
+    assert set(entry["queries_ratio_of_equal_sets"]) == {"mean", "low", "high"}
     worse, with_int4 = entry["auc_difference"], entry["auc_difference_int4"]
     assert worse["low"] <= worse["mean"] <= worse["high"]
     assert abs(worse["mean"]) <= abs(with_int4["mean"])

@@ -103,7 +103,7 @@ def test_a_fused_dlrm_gives_equal_scores(served, batch, name) -> None:
     fused.close()
 
 
-@pytest.mark.skipif(not fused_interaction._HAS_ONEDNN, reason="torch without oneDNN")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("large", ["none", "first", "last", "all", "off"])
 def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(40, 6), (6, 6), (6, 40)] if large != "last" else [(6, 6), (6, 6), (6, 40)]
@@ -114,6 +114,7 @@ def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.Monk
     load()
     monkeypatch.setattr(fused_interaction, "_LARGE",
                         {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240}.get(large, 1))
+    monkeypatch.setattr(fused_interaction, "_USES_ONEDNN", True)
     with (torch.backends.mkldnn.flags(enabled=large != "off", allow_tf32=None),
           torch.inference_mode(), torch.profiler.profile() as seen):
         found = fused_interaction._Perceptrons(layers)(x)
@@ -128,7 +129,7 @@ def _exported(rank: int, world_size: int, strict: bool) -> bool:
     """Whether exported layers have the outputs of torch's for another batch size."""
     layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     load()
-    fused_interaction._LARGE = 5 * 42
+    fused_interaction._LARGE, fused_interaction._USES_ONEDNN = 5 * 42, True
 
     class Exported(nn.Module):
         def __init__(self) -> None:

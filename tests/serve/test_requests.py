@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,11 +143,19 @@ def with_id(at: int, value: int) -> np.ndarray:
     (changed(dense=np.zeros((4, 2))), "dense='float64"),
     (changed(dense=np.full((4, 2), np.nan, np.float32)), "finite"),
     (changed(lengths=np.ones((2, 4), np.int32)), "shape of lengths"),
-    (changed(lengths=np.array([[2, -1, 1, 1], [1] * 4, [2, 2, 1, 1]], np.int32)), "lengths=-1"),
+    (changed(lengths=np.array([[2, -1, 2, 1], [1] * 4, [1] * 4], np.int32)), "lengths=-1"),
 ])
 def test_bad_requests_are_named(request_: Request, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         request_.check(SIGNATURE)
+
+
+def test_raw_keys_may_be_any_numbers() -> None:
+    ends = np.iinfo(np.int64)
+    keys = changed(ids=np.array([ends.min, ends.max, -1, 0, *[49] * 4, *[6] * 4], np.int64))
+    keys.check(replace(SIGNATURE, num_rows=(None, 50, 7)))
+    with pytest.raises(InvalidInputError, match=r"id of feature 'c'=6, expected in \[0, 6\)"):
+        keys.check(replace(SIGNATURE, num_rows=(None, 50, 6)))
 
 
 @pytest.mark.parametrize(("features", "words"), [
@@ -363,6 +372,8 @@ def test_bad_options_are_refused(fields: dict[str, Any]) -> None:
         BatchOptions(**fields)
 
 
-def test_signature_needs_different_names() -> None:
+def test_signature_needs_different_names_and_rows() -> None:
     with pytest.raises(InvalidInputError, match="different names"):
         type(SIGNATURE)("x", ("a", "a"), (1, 2), 0)
+    with pytest.raises(InvalidInputError, match="leave out features without rows"):
+        type(SIGNATURE)("x", ("a", "b"), (1, 0), 0)

@@ -25,7 +25,7 @@ from oper.bench.cluster.contenders import (
 from oper.bench.cluster.network import INTERFACE, Links, WithWorkload, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, median_phases, over
+from oper.bench.core.measure import Run, median_phases, over, paired
 from oper.bench.core.planning import gather, joint, joint_stats, slowest
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side, make_collection, make_dlrm
@@ -33,7 +33,6 @@ from oper.bench.tables.torchrec_peer import BagsOnly
 from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.plan import Plan
-from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
 from oper.train.model import ranks
@@ -363,10 +362,3 @@ def sent_by_host(links: Links, step: Callable[[int], Any]) -> list[np.ndarray]:
     every: list[np.ndarray] = gather(
         (record.interface_counters(INTERFACE) - before) / COUNTED_STEPS)
     return every[::links.ranks_per_host]
-
-
-def paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:
-    """Geometric mean of a contender's step time / OPER's on the same batch, with its 95 % bootstrap
-    interval over batches: ``mean``, ``low``, ``high``."""
-    found = difference(np.log(times), np.log(ours))
-    return {k: round(float(np.exp(getattr(found, k))), 4) for k in ("mean", "low", "high")}

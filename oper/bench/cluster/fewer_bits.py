@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.case import bytes_of_step, paired
+from oper.bench.cluster.case import bytes_of_step
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, over
+from oper.bench.core.measure import Run, over, paired
 from oper.bench.core.planning import joint, joint_stats, planned
 from oper.bench.tables.sides import Side, make_collection
 from oper.bench.tables.torchrec_peer import BagsOnly

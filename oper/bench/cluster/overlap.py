@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.case import HEADER_BYTES, paired, sent_by_host
+from oper.bench.cluster.case import HEADER_BYTES, sent_by_host
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_in_parts, build_plan
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, over
+from oper.bench.core.measure import Run, over, paired
 from oper.bench.core.planning import gather, joint_stats, planned
 from oper.bench.tables.sides import Dense, Side, make_collection, make_dlrm
 from oper.bench.tables.verify import Checks, Reference, verify

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oper.bench.cluster.case import paired
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import PlannedRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import nothing
+from oper.bench.core.measure import nothing, paired
 from oper.bench.core.planning import joint_stats, planned
 from oper.bench.tables.sides import Side
 

@@ -15,6 +15,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import slowest, total
 from oper.bench.core.workload import TIMED, Workload, bags_of, make_batch, timed_ids
+from oper.rl_rec.intervals import difference
 from oper.search.replay.simulate import Bags
 from oper.search.replay.wire import WireReplay
 from oper.train.model import ranks
@@ -239,3 +240,10 @@ def on_threads(count: int, call: Call) -> Call:
 def nothing(number: int) -> None:
     """Do nothing: the call of a rank, or before a contender's call, where there is nothing to do.
     """
+
+
+def paired(values: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """Geometric mean of ``values[k] / base[k]``, for measurements made in turn, with its 95 %
+    bootstrap interval over k: ``mean``, ``low``, ``high``."""
+    found = difference(np.log(values), np.log(base))
+    return {k: round(float(np.exp(getattr(found, k))), 4) for k in ("mean", "low", "high")}

@@ -1,8 +1,9 @@
 """Compare rows with dtypes by hotness with int8 rows: bytes, queries per second, AUC.
 
-Workers score LoadGen's queries in process, alternating between the sets of tables. For the AUC,
-labels are drawn from the scores of the same model with float32 rows, which therefore has the
-highest expected AUC.
+Workers score LoadGen's queries in process, alternating between the sets of tables. There are two
+sets of int8 rows, since even equal sets differ by their processes and pages. For the AUC, labels
+are drawn from the scores of the same model with float32 rows, which therefore has the highest
+expected AUC.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.launch import Progress
+from oper.bench.core.measure import paired
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
@@ -23,7 +25,8 @@ from oper.train.metrics import auc
 _BLOCKS = 32  # blocks of samples, from whose AUCs the interval is computed
 _STUDENT = 2.04  # 97.5 % quantile of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # std and mean of the labels' logits: AUC of about 0.77, 27 % clicks
-_NAMES = ("tiers", "int8", "int4", "float32")
+_AGAIN = "int8-again"
+_NAMES = ("int8", "tiers", _AGAIN, "int4", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class TiersCase:
     error_budget: float = 1.5e-4
     workers: int = 2
     samples: int = 1 << 20
-    rounds: int = 21
-    round_s: float = 1.5
+    rounds: int = 48
+    round_s: float = 0.5
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Score and time; returns the record's entry."""
@@ -57,11 +60,12 @@ class TiersCase:
             for name in _NAMES:
                 progress(f"{self.samples} samples with {name} rows")
                 served = replace(self.served, **{"error_budget": self.error_budget}
-                                 if name == "tiers" else {"row_dtype": name})
+                                 if name == "tiers" else {"row_dtype": name.partition("-")[0]})
                 pools[name] = pool = Pool("oper", served, BatchOptions(
                     served.candidates, 0.0, 1 << 40), self.workers)
                 told[name] = pool.published()
-                scores[name] = _scores(self, pool)
+                if name != _AGAIN:
+                    scores[name] = _scores(self, pool)
                 if name in ("int4", "float32"):
                     pools.pop(name).close()
             rates, latency = _rates(self, pools, progress)
@@ -70,13 +74,15 @@ class TiersCase:
             for pool in pools.values():
                 pool.close()
         labels = _labels(self, scores.pop("float32"))
-        ratio, chosen = rates["tiers"] / rates["int8"], told["tiers"]
+        ratio = paired(rates["tiers"], np.sqrt(rates["int8"] * rates[_AGAIN]))
+        chosen = told["tiers"]
         quality = {name: _difference(labels, scores[name], scores["int8"])
                    for name in ("tiers", "int4")}
         return {
             "bytes_ratio": round(chosen["tables"] / told["int8"]["tables"], 4),
             "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
-            "queries_ratio": round(float(np.median(ratio)), 4),
+            "queries_ratio": ratio.pop("mean"), "queries_ratio_interval": ratio,
+            "queries_ratio_of_equal_sets": paired(rates[_AGAIN], rates["int8"]),
             "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
             "single_ms": latency, "auc_difference": quality["tiers"],
             "auc_difference_int4": quality["int4"],
@@ -130,7 +136,8 @@ def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
     rates: dict[str, list[float]] = {name: [] for name in pools}
     for turn in range(case.rounds):
         progress(f"queries per second, {turn + 1} of {case.rounds}")
-        for name in list(pools)[::1 - 2 * (turn % 2)]:
+        names = list(pools)
+        for name in (names[turn % 3:] + names[:turn % 3])[::1 - 2 * (turn % 2)]:
             settings = replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)
             rates[name].append(run(name, settings).rate)
     return ({n: np.array(r) for n, r in rates.items()},

@@ -273,9 +273,7 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def flush(self) -> None:
-        """Make all records that were written visible to lookups."""
-        for name in self.tables:
-            self.set_clock(name, self.clock(name))
+        """Make all records that were written visible to lookups. Host memory needs nothing."""
 
     def _records(self, writes: bool = False, own: bool = False) -> int:
         """Return the handle by which operators read or write records in host memory; with `own`,

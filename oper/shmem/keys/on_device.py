@@ -37,7 +37,7 @@ class _HostCopy:
         directories: the bytes of each rank's directories.
         is_whole: whether those of other ranks have been copied.
         clocks: by table; an update of the directories would have changed them.
-        is_written: whether records have been written, which the device gets by `set_clock`; each
+        is_written: whether records have been written, which the device gets by `flush`; each
             rank writes to its own directories only.
     """
 
@@ -152,12 +152,15 @@ class DeviceKeys(Keys):
         return self._state()[self.tables[name] * _STATE_WIDTH]
 
     def set_clock(self, name: str, clock: int) -> None:
-        if self._copy is not None and self._copy.is_written:
-            rank = self._tables.group.rank
-            self._on_device(rank).copy_(self._copy.directories[rank])
+        self.flush()
         torch.ops.oper.device_keys_set_clock(self._handle, self._tables.handle,
                                              self.tables[name], clock)
         self._most_updates = max(self._most_updates, clock)
+
+    def flush(self) -> None:
+        if self._copy is not None and self._copy.is_written:
+            rank = self._tables.group.rank
+            self._on_device(rank).copy_(self._copy.directories[rank])
         self._drop_copy()
 
     def _records(self, writes: bool = False, own: bool = False) -> int:
@@ -207,7 +210,7 @@ class DeviceKeys(Keys):
         super().write(name, part, numbers, records, checks)
         if not checks:
             assert self._copy is not None
-            self._copy.is_written = True  # `set_clock` copies all records to the device at once
+            self._copy.is_written = True  # `flush` copies all records to the device at once
 
     def own_counts(self, name: str) -> list[int]:
         at = self.tables[name] * _STATE_WIDTH
