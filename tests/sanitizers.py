@@ -90,12 +90,12 @@ _PLANNING = ("annealing", "branching", "properties")
 _DATA = ("loader", "plain", "preprocessing", "reading", "recipes", "synthetic")
 _TABLES = ("determinism", "exactness", "exchange", "gradients", "heap", "lookup_inputs",
            "message_bits", "migration", "optimizers", "publication", "pull", "quantised_rows",
-           "row_dtypes", "shared_bags", "traffic")
+           "requested_slots", "row_dtypes", "shared_bags", "traffic")
 # Tests whose ranks or readers are threads of one process. The others run no threads, or run ranks
 # as processes, between which ThreadSanitizer sees no races.
 _THREADED = ("exactness", "exchange", "gradients", "heap", "lookup_inputs", "message_bits",
-             "migration", "optimizers", "publication", "pull", "row_dtypes", "shared_bags",
-             "threads", "traffic")
+             "migration", "optimizers", "publication", "pull", "requested_slots", "row_dtypes",
+             "shared_bags", "threads", "traffic")
 _ACCUMULATION = tuple(f"tests/shmem/test_micro_batches.py::test_{name}" for name in (
     "equals_one_batch", "unpooled", "keys_in_another_order_and_optional_weights"))
 # Together with AddressSanitizer, UndefinedBehaviorSanitizer always reports to stderr, not to a

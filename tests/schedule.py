@@ -55,7 +55,7 @@ class Nightly:
 NIGHTLY = (
     # ---- builds, documents -----------------------------------------------------------------------
     Nightly("tests/test_wheel.py::test_the_source_distribution_is_all_that_tests_and_readers_need",
-            "a build without torch says what to do; test_dependencies.py"),
+            "a build without torch says what to do; test_declarations.py"),
     Nightly("tests/test_wheel.py::test_the_wheel_serves_every_python",
             "make setup builds the same libraries"),
     Nightly("tests/test_wheel.py::test_the_wheel_works_away_from_the_checkout",
@@ -146,13 +146,13 @@ NIGHTLY = (
     Nightly("tests/integration/test_checkpoint_torchrec.py::"
             "test_converted_column_wise_state_equals_table_wise_state",
             "test_column_wise_state_is_converted_both_ways"),
-    Nightly("tests/integration/test_follow.py::test_many_changes_equal_full_publications",
+    Nightly("tests/integration/test_publication_from_deltas.py::test_many_changes_equal_full_publications",
             "200 changes", "1000"),
     Nightly("tests/integration/test_checkpoint.py::test_another_world_size_resumes",
             "one rank, with chunks and without", ".*-4-.*"),
     Nightly("tests/integration/test_checkpoint.py::test_16_bit_rows_move_between_plans_and_hosts",
             "one rank; two hosts", "aa-102"),
-    Nightly("tests/integration/test_follow.py::test_a_delta_has_the_rows_of_its_step",
+    Nightly("tests/integration/test_deltas_of_groups.py::test_a_delta_has_the_rows_of_its_step",
             "synchronized every three updates, with a delay and 8 bits", "101-1-0-32"),
     Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",
             "four of them; what the random programs say of the code stays",

@@ -1,5 +1,5 @@
 // Packed slots against a plain loop over their bits: every width, lengths around whole words and
-// blocks, buffers of exactly the promised size. Built with sanitizers, see test_message_bits.py.
+// blocks, buffers of exactly the promised size. Built with sanitizers, see test_requested_slots.py.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-"""NUMA nodes, simulated by files that describe them as Linux does; no memory grows over steps."""
+"""NUMA nodes, simulated by files that describe them as Linux does."""
 
 import ctypes
 import mmap
@@ -10,16 +10,9 @@ import pytest
 import torch
 
 import oper
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ProcessGroup
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.memory import numa
 from oper.shmem.memory.numa import Node, bind, find_nodes
-from oper.shmem.optim.optimizers import RowWiseAdagrad
-from oper.shmem.tables import ShardedTables
-from oper.tables import TableSpec
-from tests.runtime_support import mixed_plan
-from tests.world_support import run_world
 
 Host = Callable[..., None]
 
@@ -129,77 +122,3 @@ def test_a_publication_places_rows_by_node(host: Host, monkeypatch: pytest.Monke
         assert both["remote"] > 0
     # What is near to one node is far from the other.
     assert read[1]["local"] + read[3]["local"] == cold.numel() + 200
-
-
-# ---- a training step allocates no new memory after the first steps -------------------------------
-
-SPECS = tuple(TableSpec(f"t{k}", rows, 64, (f"f{k}",), "sum", optimizer="rowwise_adagrad")
-              for k, rows in enumerate((300, 40_000, 60_000)))
-BATCH, POOLING = 4096, 4  # outputs of 3 MiB, outboxes of as much
-STEPS, WINDOWS = 10, 3
-
-
-def _resident_bytes() -> int:
-    """Resident private and shared bytes of this process."""
-    rss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
-               if line.startswith("Rss:"))
-    return int(rss.split()[1]) << 10
-
-
-def _mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-def _page_faults() -> int:
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
-
-
-def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, int]:
-    plan = mixed_plan(SPECS, world_size, 1) if mixed else uniform_plan(SPECS, world_size)
-    tables = ShardedTables(plan, [(f"f{k}", t.name) for k, t in enumerate(SPECS)],
-                           ProcessGroup(), RowWiseAdagrad(lr=0.01), 1.0 / world_size)
-    for spec in SPECS:
-        tables.write(spec.name, torch.zeros(spec.num_rows, spec.dim))
-    tables.flush_replicas()
-    generator = torch.Generator().manual_seed(rank)
-    gradient = torch.randn(BATCH, tables.output_columns, generator=generator)
-    lengths = torch.full((len(SPECS) * BATCH,), POOLING)
-    # The same few batches again and again: what grows then is not the batches' doing.
-    batches = [Lookup(torch.cat([torch.randint(0, s.num_rows, (BATCH * POOLING,),
-                                               generator=generator) for s in SPECS]),
-                      lengths, torch.arange(len(SPECS)), BATCH) for _ in range(3)]
-
-    def train(steps: int) -> None:
-        for k in range(steps):
-            batch = batches[k % len(batches)]
-            tables.lookup(tables.resolve(batch) if ahead else batch).backward(gradient)
-
-    def growth(measure: Callable[[], int]) -> int:
-        """The minimum growth over several windows, since a leak appears in each of them."""
-        found = []
-        for _ in range(WINDOWS):
-            before = measure()
-            train(STEPS)
-            found.append(measure() - before)
-        return min(found)
-
-    train(6)
-    found = {"resident": growth(_resident_bytes), "mappings": growth(_mappings),
-             "faults": growth(_page_faults)}
-    tables.barrier()
-    tables.close()
-    return found
-
-
-def _check(mixed: bool, ahead: bool) -> None:
-    environment = {"OPER_OUTBOX_BYTES": "64e6", "OMP_NUM_THREADS": "1"}
-    for found in run_world(2, _growth, mixed, ahead, env=environment):
-        assert found["resident"] < 1 << 18, found
-        assert found["mappings"] <= 0, found
-        # Outputs and offsets that are mapped anew take 3 to 5 faults a step even as huge pages.
-        assert found["faults"] < 2 * STEPS, found
-
-
-def test_a_step_allocates_no_new_memory() -> None:
-    _check(mixed=False, ahead=False)
-    _check(mixed=True, ahead=True)

@@ -1,4 +1,4 @@
-"""What is imported is declared in ``pyproject.toml``, and the reverse; tests/schedule.py."""
+"""Imports agree with declarations in ``pyproject.toml``; versions, targets, listed tests exist."""
 
 import ast
 import functools

@@ -1,0 +1,72 @@
+"""Slots in requests between memory domains: packed bits, and rows that do not exist."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from oper.errors import OperError
+from oper.messages import slot_bits
+from oper.shmem.exchange.host import _served
+from tests.fuzz.exchange import peer
+
+# ---- packed slots: the compiled code against a plain loop ----------------------------------------
+
+_SOURCE = Path(__file__).with_name("packing.cpp")
+
+
+def test_slots_of_all_widths(tmp_path: Path) -> None:
+    """No byte outside the packed range is read or written."""
+    compiler, program = shutil.which("g++") or shutil.which("clang++"), tmp_path / "packing"
+    if compiler is None:
+        pytest.skip("no compiler")
+    command = [compiler, "-std=c++20", "-O1", f"-I{_SOURCE.parents[2] / 'csrc'}", str(_SOURCE),
+               "-o", str(program)]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    if subprocess.run([*command, *sanitizers], capture_output=True, check=False).returncode:
+        subprocess.run(command, check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.parametrize("rows, bits", [(1, 1), (2, 1), (3, 2), (256, 8), (257, 9),
+                                        (200_000, 18), (2**31, 31)])
+def test_bits_of_a_slot(rows: int, bits: int) -> None:
+    assert slot_bits(rows) == bits and rows - 1 < 2**bits
+
+
+# ---- requests for rows that do not exist ---------------------------------------------------------
+# A rank of another memory domain makes them: an error, never a crash. Messages of training steps
+# are fuzzed in tests/fuzz/exchange.py.
+
+
+@pytest.mark.parametrize("part, piece, slots", [
+    (b"rows", 0, [0, 10]), (b"rows", 0, [-1]), (b"rows", 7, [0]), (b"\xff", 0, [0])])
+def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: list[int]) -> None:
+    shards = [torch.zeros(10, 4)]
+
+    def serve(name: str, number: int) -> torch.Tensor:
+        assert name == "rows"
+        return shards[number]
+
+    with pytest.raises(OperError, match="that do not exist"):
+        _served(serve, (part, piece), torch.tensor(slots), slice(0, 4))
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(0, 4)).numel() == 16
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(1, 3)).numel() == 8
+    for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
+        with pytest.raises(OperError, match="that do not exist"):
+            _served(serve, (b"rows", 0), torch.tensor([9]), columns)
+
+
+def test_packed_slots_that_do_not_exist() -> None:
+    """Rank 1 requests the first rows of a table of 40 rows, not all of which rank 0 owns."""
+    heads, bits = 1024, slot_bits(40)
+    peer().step(peer().recorded)
+    for slot in (2**bits - 1, 30):
+        data = bytearray(peer().recorded)
+        word = int.from_bytes(data[heads:heads + 4], "little") >> bits << bits | slot
+        data[heads:heads + 4] = word.to_bytes(4, "little")
+        with pytest.raises(OperError, match="has sent invalid data"):
+            peer().step(bytes(data))
