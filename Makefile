@@ -70,10 +70,12 @@ $(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) 
 	       $(PIP) install $(firstword $(subst +, ,$(TORCH_SPEC))); } \
 	  || { echo "Install a build of torch that suits this machine into $(VENV) as pytorch.org" \
 	       "shows, then run make again; or name one with TORCH_SPEC=..." >&2; exit 1; }
-	@echo "== what OPER and its tests need ($(KIND))"
-	@$(PIP) install --quiet -r requirements/$(KIND).txt
-	@$(PIP) install --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt
-	@echo "== OPER itself (compiles the host library)"
+	@echo "== what OPER and its tests need ($(KIND)), while the host library is compiled"
+	@$(PIP) install --quiet $$(grep -E '^(setuptools|numpy)==' requirements/common.txt)
+	@$(BIN)/python setup.py -q build_ext --inplace & compiled=$$!; status=0; \
+	{ $(PIP) install --quiet -r requirements/$(KIND).txt \
+	  && $(PIP) install --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt; } || status=1; \
+	wait $$compiled || status=1; exit $$status
 	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 

@@ -153,8 +153,9 @@ class BuildNative(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         if not stale and is_current(library, objects):
             return
-        # The longest first: none should be compiled alone at the end.
-        stale.sort(key=lambda job: -(ROOT / job[0]).stat().st_size)
+        # The longest first, so that none is compiled alone at the end: the few short sources of
+        # the host's kernels include all of them.
+        stale.sort(key=lambda job: ("/kernels_" not in job[0], -(ROOT / job[0]).stat().st_size))
         from torch.utils.cpp_extension import include_paths, library_paths
 
         includes = [f for path in include_paths() for f in ("-isystem", path)]
