@@ -22,7 +22,7 @@ ARGS ?=
 JOBS ?= 3
 ALONE = $$($(BIN)/python -c 'from tests.schedule import ALONE; print(*ALONE)')
 RANDOM_PROBLEMS = $$($(BIN)/python -c 'from tests.schedule import RANDOM_PROBLEMS; print(*RANDOM_PROBLEMS)')
-BESIDE = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+BESIDE = OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # A machine without a GPU must not download gigabytes of CUDA libraries. On x86-64 Linux, the plain
 # version means the CUDA build, so request the CPU build by its full version there.
