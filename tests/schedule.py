@@ -213,6 +213,17 @@ NIGHTLY = (
             "2-False-(768|0)|2-True-(None|768)|3-False-(None|768)|3-True-(None|0)"),
     Nightly("tests/cuda/test_emulated.py::test_dims",
             "a width of each class of rows", "2|3|6|31|32|128|512|1024"),
+    Nightly("tests/cuda/test_keys_on_devices.py::test_training_gives_the_hosts_bits",
+            "five of the rules, on one, two and four ranks", "(1|2|4|7)-.*"),
+    Nightly("tests/cuda/test_refused.py::test_tables_continue_after_a_refused_batch",
+            "one, two and four ranks", "8"),
+    Nightly("tests/cuda/test_refused.py::test_every_reason",
+            "each reason under a plan that pushes or one that pulls",
+            "pushed-(negative length|number of lengths|no bags)"
+            "|pulled-(id|sum of lengths|gradient)"),
+    Nightly("tests/cuda/test_short_steps.py::test_few_kernels_on_several_ranks", "two ranks", "8"),
+    Nightly("tests/cuda/test_domains.py::test_as_many_bytes_as_between_hosts",
+            "exact messages, and 16 bits in one direction", r"16|\(32, 16\)"),
     # ---- training --------------------------------------------------------------------------------
     Nightly("tests/rl_rec/test_off_policy.py::test_a_high_return_beats_the_behaviour_policy",
             "test_calibrated_targets_interpolate_what_was_achieved; rl_rec/test_sqn.py"),

@@ -165,6 +165,7 @@ def test_workflows_and_hooks_call_what_exists() -> None:
 
 
 def test_listed_tests_exist() -> None:
+    assert len({n.test for n in NIGHTLY}) == len(NIGHTLY)
     assert all((ROOT / path).exists() for path in ALONE)
     for test in (*(n.test for n in NIGHTLY), *RANDOM_PROBLEMS):
         path, _, name = test.partition("::")
