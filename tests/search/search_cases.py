@@ -176,7 +176,7 @@ def space_bound(stated: Problem, max_work: int = 0) -> float:
 
 # ---- random problems of every kind ---------------------------------------------------------------
 
-QUICK = settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate],
+QUICK = settings(max_examples=examples(30), deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
 SPACES = (None, EXECUTABLE, EVERYTHING, ACROSS_HOSTS, EXECUTABLE | {"per_host"},
           EXECUTABLE | {"host"}, frozenset({"owned", "push", "columns"}),
