@@ -5,6 +5,7 @@ named here, is part of ``make test``.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -264,15 +265,40 @@ NIGHTLY = (
             "rows of 8 bits", "None"),
 )
 
+# Of the many parameters of these tests, `make test` takes the first of every two or three, so that
+# every value of each remains; the others run nightly.
+SAMPLED = {
+    "tests/cuda/test_short_steps.py::test_streams_that_work_late_give_the_hosts_bits": 2,
+    "tests/rl_rec/test_concepts.py::test_real_edges_are_found": 3,
+    "tests/search/test_annealing.py::test_what_the_search_adds_up_is_what_the_cost_model_says": 3,
+    "tests/search/test_baselines.py::test_no_peer_beats_the_plan": 3,
+    "tests/search/test_branching.py::test_no_plan_is_below_the_bound_of_its_own_node": 3,
+    "tests/search/test_certificate.py::test_consumption_of_a_piece_equals_the_cost_model": 3,
+    "tests/search/test_cost.py::test_unit_loads_equal_the_cost_model": 3,
+    "tests/search/test_explain.py::test_the_mean_of_many_steps_is_what_the_model_predicts": 3,
+    "tests/shmem/test_exactness.py::test_training_equals_the_unsharded_run": 3,
+    "tests/shmem/test_exchange.py::test_lookups_without_gradients_sequences_and_weight_gradients":
+    2,
+    "tests/shmem/test_exchange.py::test_placements": 2,
+    "tests/shmem/test_replica_groups.py::test_gradients_of_all_groups_equal_the_unsharded_run": 3,
+    "tests/shmem/test_replica_groups.py::test_rows_are_averaged": 3,
+    "tests/shmem/test_shared_bags.py::test_rows_and_updates_equal_those_of_copied_bags": 2,
+}
+
 
 def arrange(items: list[pytest.Item]) -> None:
     """Mark tests ``alone`` and ``slow`` as listed above, and put files that take long first."""
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     listed = {n.test: n for n in NIGHTLY}
+    seen: Counter[str] = Counter()
     for item in items:
         test, _, parameters = item.nodeid.partition("[")
         left = listed.get(test)
         if left is not None and re.fullmatch(left.only, parameters.removesuffix("]")):
             item.add_marker(pytest.mark.slow)
+        elif test in SAMPLED:
+            if seen[test] % SAMPLED[test]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
         if item.nodeid.startswith(ALONE):
             item.add_marker(pytest.mark.alone)

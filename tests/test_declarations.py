@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import oper
-from tests.schedule import ALONE, NIGHTLY, RANDOM_PROBLEMS
+from tests.schedule import ALONE, NIGHTLY, RANDOM_PROBLEMS, SAMPLED
 from tests.support import ROOT
 from tests.test_imports import MODULES
 
@@ -167,6 +167,6 @@ def test_workflows_and_hooks_call_what_exists() -> None:
 def test_listed_tests_exist() -> None:
     assert len({n.test for n in NIGHTLY}) == len(NIGHTLY)
     assert all((ROOT / path).exists() for path in ALONE)
-    for test in (*(n.test for n in NIGHTLY), *RANDOM_PROBLEMS):
+    for test in (*(n.test for n in NIGHTLY), *SAMPLED, *RANDOM_PROBLEMS):
         path, _, name = test.partition("::")
         assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test
