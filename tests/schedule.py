@@ -276,6 +276,7 @@ SAMPLED = {
     "tests/search/test_certificate.py::test_consumption_of_a_piece_equals_the_cost_model": 3,
     "tests/search/test_cost.py::test_unit_loads_equal_the_cost_model": 3,
     "tests/search/test_explain.py::test_the_mean_of_many_steps_is_what_the_model_predicts": 3,
+    "tests/search/test_message_costs.py::test_no_other_bits_within_the_budget_are_faster": 3,
     "tests/shmem/test_exactness.py::test_training_equals_the_unsharded_run": 3,
     "tests/shmem/test_exchange.py::test_lookups_without_gradients_sequences_and_weight_gradients":
     2,
