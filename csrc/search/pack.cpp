@@ -31,6 +31,7 @@ constexpr int64_t kRelaxedOf = 4;  // one in so many short searches starts from 
 // Changes of layouts tried for all short searches: per table, and at least. Twice as many gained little.
 constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
+constexpr int64_t kUnits = 4096;  // of a class's pulled rows, at most; MAX_PATTERN of oper/plan.py
 constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
 class Packing : private PackMoves {
@@ -70,8 +71,13 @@ class Packing : private PackMoves {
 
   void write() {
     p_.moves = moves_;
-    p_.step = best_.step;
-    std::copy(units_.begin(), units_.end(), p_.units);
+    for (int64_t r = 0; r < W; ++r)
+      p_.units[r] = refills() && W < kUnits ? std::llround(double(share_[r]) / shares_[p_.class_of[r]] *
+                                                           double(kUnits - W / 2))
+                                            : 1;
+    restore(given_shares(best_));
+    evaluate();
+    p_.step = step_;
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
       p_.candidate[k] = candidate_[k], p_.part_width[k] = width_[k];
@@ -92,7 +98,7 @@ class Packing : private PackMoves {
   State given() const {
     State x;
     x.candidate.assign(p_.candidate, p_.candidate + T), x.width.assign(p_.part_width, p_.part_width + T);
-    x.units.assign(p_.units, p_.units + W);
+    x = given_shares(x);
     std::vector<int64_t> place(W);
     for (int64_t r = 0; r < W; ++r) place[p_.rank_of[r]] = r;
     for (int64_t n = 0; n < p_.count; ++n) {
@@ -102,6 +108,13 @@ class Packing : private PackMoves {
       }
       x.pieces.back().add_owner(place[p_.rank[n]], int(p_.weight[n]));
     }
+    return x;
+  }
+
+  // The state with the shares of the units in the arrays.
+  State given_shares(State x) const {
+    x.share.assign(p_.units, p_.units + W);
+    for (float& y : x.share) y = std::max(y, kLeastRoom);
     return x;
   }
 
@@ -136,6 +149,9 @@ class Packing : private PackMoves {
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
     energy_ = evaluate();
     keep_busy();
+    level_ = peak_;
+    scale_levels();
+    price_fill();
     if (step_ < best_.step) keep_best();
     over_ |= best_.step <= p_.goal;
     const double hot =
@@ -146,6 +162,7 @@ class Packing : private PackMoves {
         over_ = is_late();
         for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
         energy_ = evaluate();
+        price_fill();
       }
       if (n % 64 == 0) cooled = hot * std::pow(kCold / hot, double(n) / double(most));
       step(energy_ * cooled);

@@ -4,8 +4,8 @@
 // A good layout of one table depends on the layouts of all others, and the moves of that search, which
 // change one table at a time, do not lead from one good combination to another. Here, pieces are assumed
 // to be packed evenly: then a phase lasts as long as the mean load of the ranks, or as the load of a
-// rank that owns the largest piece only (and reads rows), whichever is longer. Annealing minimises the
-// sum of these times over the phases.
+// rank that owns the largest piece and no pulled rows (and reads rows), whichever is longer. Annealing
+// minimises the sum of these times over the phases.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,14 @@ class Layouts {
       for (int64_t g = 0; g < p.num_loads; ++g)
         base_[p.class_of[r] * p.num_loads + g] += p.base[r * p.num_loads + g] / size_[p.class_of[r]];
     of_table_.assign(size_t(p.num_tables), Loads(n));
-    for (int64_t k = 0; k < p.num_tables; ++k) set_loads(k, layouts_[k], of_table_[k]);
-    changed_ = Loads(n), trial_ = Loads(n);
-    add_up();
+    changed_ = trial_ = total_ = Loads(n);
+    total_.mean = total_.reader = base_;
+    for (int64_t k = 0; k < p.num_tables; ++k) {
+      set_loads(k, layouts_[k], changed_);
+      total_.exchange(total_, of_table_[k], changed_);
+      std::swap(of_table_[k], changed_);
+    }
+    list_pushed();
   }
 
   // Tries `moves` changes, or fewer if `is_over()` becomes true, and returns the layouts reached.
@@ -47,8 +52,7 @@ class Layouts {
   const std::vector<Layout>& anneal(int64_t moves, const IsOver& is_over) {
     const double each = 1.0 / double(std::max<int64_t>(p_.num_tables, 1));
     const double hot = kHot * each, cold = std::min(kCold * each, kMostCold);
-    double known = step(total_), cooled = hot;
-    int64_t accepted = 0;
+    double known = step(total_, -1), cooled = hot;
     for (int64_t i = 0; i < moves && p_.num_tables > 0; ++i) {
       if (i % 64 == 0) cooled = hot * std::pow(cold / hot, double(i) / double(moves));
       if (i % 1024 == 0 && is_over()) break;
@@ -60,12 +64,12 @@ class Layouts {
       }
       set_loads(k, layouts_[k], changed_);
       trial_.exchange(total_, of_table_[k], changed_);
-      const double found = step(trial_);
+      const double found = step(trial_, k);
       if (found <= known || random_.unit() < std::exp((known - found) / (known * cooled))) {
         std::swap(of_table_[k], changed_);
         std::swap(total_, trial_);
         known = found;
-        if (++accepted % kExactly == 0) add_up();
+        list_pushed();
       } else {
         layouts_[k] = old;
       }
@@ -77,43 +81,40 @@ class Layouts {
   // First and last temperature, as shares of the step per table; the last is at most kMostCold of the step.
   // Lower temperatures would improve layouts by less than the error of assuming even packing.
   static constexpr double kHot = 0.3, kCold = 0.01, kMostCold = 1e-4;
-  static constexpr int64_t kExactly = 32;  // accepted changes between two calls of add_up
-  static constexpr int kPower = 4;  // the largest piece is a power mean with exponent 2^kPower
 
-  // By class and load: mean over the class's ranks; the part of it that ranks without pieces also have; and
-  // the sum over pieces of their loads to the power 2^kPower.
+  // By class and load: mean over the class's ranks; the part of it that ranks without pieces and pulled rows
+  // also have; and, of one table only, a piece on one of its owners.
   struct Loads {
-    std::vector<double> mean, reader, power;
+    std::vector<double> mean, reader, piece;
     Loads() = default;
-    explicit Loads(int64_t n) : mean(n, 0.0), reader(n, 0.0), power(n, 0.0) {}
-    void add(const Loads& x) {
-      for (size_t i = 0; i < mean.size(); ++i)
-        mean[i] += x.mean[i], reader[i] += x.reader[i], power[i] += x.power[i];
-    }
+    explicit Loads(int64_t n) : mean(n, 0.0), reader(n, 0.0), piece(n, 0.0) {}
     void exchange(const Loads& total, const Loads& old, const Loads& now) {  // total - old + now
       for (size_t i = 0; i < mean.size(); ++i) {
         mean[i] = total.mean[i] + (now.mean[i] - old.mean[i]);
         reader[i] = total.reader[i] + (now.reader[i] - old.reader[i]);
-        power[i] = std::max(0.0, total.power[i] + (now.power[i] - old.power[i]));
       }
     }
   };
 
-  // Computes total_ from all tables: after many exchanges, rounding errors of the powers have grown.
-  void add_up() {
-    total_.mean = base_, total_.reader = base_, total_.power.assign(base_.size(), 0.0);
-    for (const Loads& x : of_table_) total_.add(x);
+  void list_pushed() {
+    pushed_.clear();
+    for (int64_t k = 0; k < p_.num_tables; ++k)
+      if (pushes(k, layouts_[k])) pushed_.push_back(k);
   }
 
-  // The step if pieces are packed evenly, with a penalty for memory beyond the capacity.
-  double step(const Loads& x) const {
+  // The step if pieces are packed evenly, with a penalty for memory beyond the capacity; `total` has the
+  // loads of all tables, where those of table `changed` are in `changed_`.
+  double step(const Loads& total, int64_t changed) {
     const int64_t G = p_.num_loads;
-    double sum = 0, over = 0;
-    const auto load = [&](int64_t at) {
-      double piece = x.power[at];
-      for (int i = 0; i < kPower; ++i) piece = std::sqrt(piece);
-      return std::max(x.mean[at], x.reader[at] + piece);
+    largest_.assign(total.mean.size(), 0.0);
+    const auto look_at = [&](const std::vector<double>& piece) {
+      for (size_t i = 0; i < piece.size(); ++i) largest_[i] = std::max(largest_[i], piece[i]);
     };
+    for (const int64_t k : pushed_)
+      if (k != changed) look_at(of_table_[k].piece);
+    if (changed >= 0) look_at(changed_.piece);
+    const auto load = [&](int64_t at) { return std::max(total.mean[at], total.reader[at] + largest_[at]); };
+    double sum = 0, over = 0;
     for (int64_t begin = 0; begin < G - 1; begin += p_.num_groups) {
       double most = 0;
       for (int64_t c = 0; c < p_.num_classes; ++c)
@@ -167,26 +168,23 @@ class Layouts {
     const int64_t low = std::min<int64_t>(int64_t(at), p_.num_shares - 1);
     const double each = sums[low] + (at - double(low)) * (sums[low + 1] - sums[low]);
     const double sent = columns * owners * each, asks = x.owners > 1 || !p_.whole[n] ? 1.0 : 0.0;
-    std::fill(to.power.begin(), to.power.end(), 0.0);
+    std::fill(to.piece.begin(), to.piece.end(), 0.0);
     for (int64_t d = 0; d < C; ++d)
       for (int64_t g = 0; g < G; ++g) {
         const int64_t i = d * G + g, stay = (n * C + d) * G + g, read = ((n * C + c) * C + d) * G + g;
-        to.reader[i] = columns * p_.stay[stay] + pieces * p_.stay_once[stay] +
-                       (columns * p_.fill[stay] + pieces * p_.fill_once[stay]) / size_[d];
+        to.reader[i] = columns * p_.stay[stay] + pieces * p_.stay_once[stay];
         if (pushed)
           to.reader[i] += columns * p_.column_read[read] + pieces * p_.stream_read[read] +
                           sent * p_.partial_read[read];
+        to.mean[i] = to.reader[i] + (columns * p_.fill[stay] + pieces * p_.fill_once[stay]) / size_[d];
       }
-    to.mean = to.reader;
     if (!pushed) return;
     const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
                   end = p_.mate_first[first_rank_[c] + 1];
     for (int64_t g = 0; g < G; ++g) {
       double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
                    asks * pieces * p_.asked[n * G + g];
-      double one = std::max(0.0, all / (pieces * owners));
-      for (int i = 0; i < kPower; ++i) one *= one;
-      to.power[c * G + g] = one;
+      to.piece[c * G + g] = std::max(0.0, all / (pieces * owners));
       for (int64_t i = begin; i < end; ++i) {
         const int64_t mate = ((n * kLevels + p_.mate_level[i]) * C + c) * G + g;
         all += columns * p_.column_mate[mate] + pieces * p_.stream_mate[mate] + sent * p_.partial_mate[mate];
@@ -199,8 +197,8 @@ class Layouts {
   std::vector<Layout> layouts_;
   const std::vector<int64_t> most_owners_;
   Random& random_;
-  std::vector<double> size_, base_;
-  std::vector<int64_t> first_rank_;
+  std::vector<double> size_, base_, largest_;
+  std::vector<int64_t> first_rank_, pushed_;
   std::vector<Loads> of_table_;
   Loads total_, trial_, changed_;
 };

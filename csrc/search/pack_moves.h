@@ -12,8 +12,8 @@
 
 namespace oper::search {
 
-constexpr int64_t kMaxUnits = 4096;  // units of pulled rows per rank, at most
 constexpr int kDrawn = 12;        // ranks drawn, of which the best is used: 4 were too few, 32 no better
+constexpr double kRelevel = 0.02;  // range of the random changes of levels
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
 class PackMoves : protected PackState {
@@ -44,37 +44,51 @@ class PackMoves : protected PackState {
   // -- choice of ranks ----------------------------------------------------------------------------
 
   // What a small additional load on a rank would cost: the sum over the phases of the fourth power of
-  // its time, as a share of the phase.
+  // its time without pulled rows, which can be moved elsewhere, as a share of the phase.
   double marginal_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
       const int64_t c = p_.class_of[r];
       for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
-        b = std::max(b, load_[r * G + g] + every_[c * G + g] + double(share_[r]) * fill_[c * G + g]);
+        b = std::max(b, load_[r * G + g] + every_[c * G + g]);
       const double x = b * scale_[ph];
       sum += x * x * x * x / scale_[ph];
     }
     return sum;
   }
 
-  // Cost of a rank before this move; and if the loads `more` were added to and `less` removed from it.
-  double rank_cost(int64_t r) const {
-    double sum = 0;
-    for (int64_t ph = 0; ph < P; ++ph) sum += phase_cost(kept_busy_[ph * W + r], ph);
-    return sum;
-  }
+  // Cost of a rank if the loads `more` were added to and `less` removed from it and it was refilled.
   double rank_cost(int64_t r, const double* more, const double* less) const {
-    double sum = 0;
+    double slope;
     const int64_t c = p_.class_of[r];
+    const double share = refills() ? room(r, more, less, &slope) : double(share_[r]);
+    double sum = -share / shares_[c] * fill_price_[c];
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
       for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
-        b = std::max(b, load_[r * G + g] + every_[c * G + g] + double(share_[r]) * fill_[c * G + g] +
+        b = std::max(b, load_[r * G + g] + every_[c * G + g] + share / shares_[c] * fill_[c * G + g] +
                             (more[g] - less[g]));
       sum += phase_cost(b, ph);
     }
     return sum;
+  }
+  // Sets what it costs the ranks of each class to own all of the class's pulled rows in proportion to their
+  // present shares.
+  void price_fill() {
+    fill_price_.assign(C, 0.0);
+    for (int64_t r = 0; r < W && refills(); ++r) {
+      const int64_t c = p_.class_of[r];
+      const double share = double(share_[r]) / shares_[c];
+      for (int64_t ph = 0; ph < P; ++ph) {
+        double b = 0, of = 0;
+        for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g) {
+          const double x = load_[r * G + g] + every_[c * G + g] + share * fill_[c * G + g];
+          if (x > b) b = x, of = fill_[c * G + g];
+        }
+        if (b > 0) fill_price_[c] += 8 * phase_cost(b, ph) / b * share * of;
+      }
+    }
   }
   double phase_cost(double busy, int64_t ph) const {  // eighth power: the busiest phase dominates
     double x = busy * scale_[ph];
@@ -86,7 +100,7 @@ class PackMoves : protected PackState {
   void price_ranks() {
     marginal_.assign(W, 0.0f), looked_at_.resize(W);
     for (int64_t ph = 0; ph < P; ++ph) {
-      look_at_phase(ph, looked_at_.data());
+      look_at_phase(ph, looked_at_.data(), false);
       add_fourth_powers(looked_at_.data(), scale_[ph], W, marginal_.data());
     }
     for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // changed by this move
@@ -184,7 +198,7 @@ class PackMoves : protected PackState {
   void construct_all(const std::vector<Layout>& layouts) {
     initial_.resize(T);
     for (int64_t k = 0; k < T; ++k) initial_[k] = layouts[k % whole_].candidate;
-    reset(initial_.data(), p_.part_width, p_.units);
+    reset(initial_.data(), p_.part_width, std::vector<float>(W, 1.0f));
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
     for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
@@ -197,6 +211,7 @@ class PackMoves : protected PackState {
       }
     }
     finish_move();
+    refill_all();
   }
 
   int max_owners(int64_t k) const {
@@ -211,11 +226,11 @@ class PackMoves : protected PackState {
     const double u = random_.unit();
     if (u < 0.10) return retier();
     if (u < 0.13) return recut();
-    if (u < 0.20) return refill();
-    if (u < 0.27) return transfer();
+    if (u < 0.15) return relevel();
+    if (u < 0.22) return transfer();
     const int id = pick_piece();
     if (id < 0) return retier();
-    if (u < 0.52) return exchange(id);
+    if (u < 0.50) return exchange(id);
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
     if (u < 0.88) return merge(id);
@@ -232,10 +247,10 @@ class PackMoves : protected PackState {
     int64_t to = -1;
     int partner = -1;
     double least = 0;
-    owned_.resize(4 * G), none_.assign(G, 0.0);
+    owned_.resize(4 * G);
     // Loads of the part, and of the part it is swapped with, on a rank of either class.
     const double* mine = owned(x, i, home, &owned_[0]);
-    const double before = rank_cost(from);
+    const double before = rank_cost(from, &none_[0], &none_[0]);
     for (int n = 0; n < kDrawn; ++n) {
       const int64_t r = random_.below(W), c = p_.class_of[r];
       if (!free_for(x.table, r)) continue;
@@ -248,7 +263,8 @@ class PackMoves : protected PackState {
         his = owned(y, owner_of(y, r), c, &owned_[2 * G]);
         here = c == home ? his : owned(y, owner_of(y, r), home, &owned_[3 * G]);
       }
-      const double cost = rank_cost(from, here, mine) - before + rank_cost(r, there, his) - rank_cost(r);
+      const double cost = rank_cost(from, here, mine) - before + rank_cost(r, there, his) -
+                          rank_cost(r, &none_[0], &none_[0]);
       if (to < 0 || cost < least) to = r, partner = other, least = cost;
     }
     if (to < 0) return false;
@@ -391,22 +407,14 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Moves a unit of pulled rows to another rank of the class. Not if ranks share links: a rank's pulled
-  // rows then also load its mates, so that all ranks of a class keep equally many.
-  bool refill() {
-    if (p_.mate_first[W] > 0) return false;
-    const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
-    const auto [a, b] = block_[p_.class_of[from]];
-    const int64_t to = a + random_.below(b - a);
-    if (from == to || units_[from] == 0 || units_[to] == kMaxUnits) return false;
-    // Half of these moves take one unit, the others up to a quarter of those available, since
-    // continued searches have many small units.
-    const int64_t most = std::min(units_[from], kMaxUnits - units_[to]);
-    refilled_ = {from, to, random_.unit() < 0.5 ? 1 : 1 + random_.below((most + 3) / 4)};
-    set_units(from, units_[from] - refilled_.units), set_units(to, units_[to] + refilled_.units);
+  // Refills all ranks, to levels in proportion to the times of the phases, changed at random.
+  bool relevel() {
+    if (!refills()) return false;
+    for (int64_t ph = 0; ph < P; ++ph)
+      level_[ph] = double(kept_busy_[ph * W + busiest(ph)]) * (1 + kRelevel * (random_.unit() - 0.5));
+    refill_all();
     return true;
   }
-
   // Another candidate of a table, or `now`; in half of the cases an adjacent one.
   int64_t other_candidate(int64_t k, int64_t now) {
     int64_t next = random_.below(p_.num_candidates[k]);
@@ -497,7 +505,7 @@ class PackMoves : protected PackState {
     return construct(k, width, owners);
   }
 
-  std::vector<double> owned_, none_;  // loads of pieces' parts
+  std::vector<double> owned_, fill_price_;  // loads of pieces' parts; costs of pulled rows by class
   std::vector<double> pushed_;  // by candidate, largest load of a column on its owner
   std::vector<float> marginal_, looked_at_;  // by rank
   std::vector<std::pair<float, int32_t>> order_;

@@ -4,8 +4,8 @@
 // candidate (which rows are pushed, pulled or replicated) and divides its pushed rows into column
 // pieces, each of which is striped over a few owners by integer weights. A rank's load is a vector: for
 // each phase its groups of terms, of which the largest counts, and memory. What ranks do as readers is
-// the same for all ranks of a class. Pulled rows are distributed in units, for all tables of a class
-// together, so that ranks with little other load own more of them.
+// the same for all ranks of a class. Pulled rows are divisible: of those of all tables of a class together,
+// each rank owns as large a share as its other loads leave room for.
 #pragma once
 
 #include "search/pack.h"
@@ -29,7 +29,8 @@ constexpr int kMaxWeight = 240;   // sum of the weights of one piece
 constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are assigned one by one
 constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
-
+constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
+constexpr float kLeastRoom = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
 constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
 
 struct Random {  // xorshift64*, Vigna 2016
@@ -77,24 +78,22 @@ class PackState {
     whole_ = p.num_tables;
     saved_mark_.assign(W, 0), place_.assign(whole_, 0);
     for (int64_t i = 0; i < whole_; ++i) place_[p.order[i]] = i;
-    scale_.assign(P, 1.0f), busiest_.assign(P, 0), peak_.assign(P, 0.0);
+    none_.assign(G, 0.0), scale_.assign(P, 1.0f), busiest_.assign(P, 0), peak_.assign(P, 0.0);
     for (int64_t c = 0, r = 0; c < C; ++c) {
       const int64_t begin = r;
       while (r < W && p.class_of[r] == c) ++r;
       block_.push_back({begin, r});
     }
-    reset(p.candidate, p.part_width, p.units);
+    reset(p.candidate, p.part_width, std::vector<float>(p.units, p.units + W));
   }
 
   // Starts a state without pieces.
-  void reset(const int64_t* candidate, const int64_t* width, const int64_t* units) {
+  void reset(const int64_t* candidate, const int64_t* width, const std::vector<float>& share) {
     candidate_.assign(candidate, candidate + T), width_.assign(width, width + T);
     load_.assign(p_.base, p_.base + W * G);
     every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
-    units_.assign(units, units + W);
-    share_.assign(W, 0.0f), class_units_.assign(C, 0);
-    for (int64_t r = 0; r < W; ++r) class_units_[p_.class_of[r]] += units_[r];
-    for (int64_t r = 0; r < W; ++r) set_units(r, units_[r]);
+    level_.assign(p_.level, p_.level + P);
+    set_shares(share);
     flat_.resize(G * W);
     for (int64_t r = 0; r < W; ++r) flatten(r);
     for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
@@ -275,13 +274,13 @@ class PackState {
   }
 
   // Largest load of each rank in a phase; returns the maximum and the sum of powers.
-  std::pair<float, float> look_at_phase(int64_t ph, float* busy) const {
+  std::pair<float, float> look_at_phase(int64_t ph, float* busy, bool fills = true) const {
     float peak = 0, power = 0;
     for (int64_t c = 0; c < C; ++c) {
       float every[kMostGroups], fill[kMostGroups];
       for (int g = 0; g < groups_; ++g) {
         every[g] = float(every_[c * G + ph * groups_ + g]);
-        fill[g] = float(fill_[c * G + ph * groups_ + g]);
+        fill[g] = fills ? float(fill_[c * G + ph * groups_ + g] / shares_[c]) : 0.0f;
       }
       const auto [a, b] = block_[c];
       peak = std::max(peak, phase_busy(&flat_[ph * groups_ * W], W, share_.data(), every, fill,
@@ -306,7 +305,8 @@ class PackState {
       const auto [a, b] = block_[c];
       const int64_t memory = c * G + G - 1;
       over = std::max<double>(over, largest(&flat_[(G - 1) * W], share_.data(),
-                                            float(every_[memory]), float(fill_[memory]), a, b) - 1.0);
+                                    float(every_[memory]), float(fill_[memory] / shares_[c]), a, b) -
+                                    1.0);
     }
     step_ = step * (1 + kOverflow * std::max(over, 0.0));
     return (kMaxShare * step + (1 - kMaxShare) * power_mean) * (1 + kOverflow * std::max(over, 0.0));
@@ -357,13 +357,13 @@ class PackState {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear();
     log_.clear(), numbers_log_.clear();
-    saved_every_ = every_, saved_fill_ = fill_;
-    refilled_ = {};
+    saved_every_ = every_, saved_fill_ = fill_, saved_share_ = share_, saved_shares_ = shares_;
+    saved_level_ = level_;
   }
   void finish_move() {
     for (const int k : recut_) settle_cuts(k);
     recut_.clear();
-    for (const int64_t r : saved_rank_) flatten(r);
+    for (const int64_t r : saved_rank_) flatten(r), refill(r);
   }
   void undo() {
     for (auto it = log_.rbegin(); it != log_.rend(); ++it) link(it->first, it->second);
@@ -372,18 +372,65 @@ class PackState {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
     }
-    every_ = saved_every_, fill_ = saved_fill_;
+    every_ = saved_every_, fill_ = saved_fill_, share_ = saved_share_, shares_ = saved_shares_;
+    level_ = saved_level_;
     for (const int k : recut_) counted_cuts_[k] = cuts_of(k);
     recut_.clear();
-    if (refilled_.units > 0) {
-      set_units(refilled_.from, units_[refilled_.from] + refilled_.units);
-      set_units(refilled_.to, units_[refilled_.to] - refilled_.units);
-    }
   }
 
-  void set_units(int64_t r, int64_t units) {
-    units_[r] = units;
-    share_[r] = float(double(units) / double(std::max<int64_t>(class_units_[p_.class_of[r]], 1)));
+  // -- pulled rows ----------------------------------------------------------------------------------
+
+  // The share of its class's pulled rows with which rank r, with the loads `more` added to and `less`
+  // removed from it, reaches the level of a phase or fills its memory; its present one if pulled rows cost
+  // nothing. Sets `*slope` to its derivative by a factor of all levels.
+  double room(int64_t r, const double* more, const double* less, double* slope) const {
+    const double *own = &load_[r * G], *all = &every_[p_.class_of[r] * G], *fill = &fill_[p_.class_of[r] * G];
+    double least = std::numeric_limits<double>::infinity();
+    *slope = 0;
+    for (int64_t g = 0; g < G; ++g) {
+      if (fill[g] <= 0) continue;
+      const double level = g < G - 1 ? level_[g / groups_] : 1.0;
+      const double share = (level - (own[g] + all[g] + (more[g] - less[g]))) / fill[g];
+      if (share < least) least = share, *slope = g < G - 1 ? level / fill[g] : 0.0;
+    }
+    if (least > 1) least = std::isinf(least) ? double(share_[r]) : 1.0, *slope = 0;
+    if (least < kLeastRoom) least = kLeastRoom, *slope = 0;
+    return least;
+  }
+  // Not if ranks share links: a rank's pulled rows then also load its mates, so that shares stay equal.
+  bool refills() const { return p_.mate_first[W] == 0; }
+  void refill(int64_t r) {
+    if (!refills()) return;
+    double slope;
+    const float share = float(room(r, none_.data(), none_.data(), &slope));
+    shares_[p_.class_of[r]] += double(share) - double(share_[r]);
+    share_[r] = share;
+  }
+  // Multiplies the levels by the factor with which ranks refilled to them own all pulled rows.
+  void scale_levels() {
+    for (int i = 0; i < kLevelSteps && refills(); ++i) {  // Newton's method
+      double sum = 0, slope = 0;
+      for (int64_t r = 0; r < W; ++r) {
+        double of;
+        sum += room(r, none_.data(), none_.data(), &of), slope += of;
+      }
+      if (slope <= 0) break;
+      const double factor = std::clamp(1 + (double(C) - sum) / slope, 0.5, 2.0);
+      for (double& x : level_) x *= factor;
+    }
+  }
+  void refill_all() {
+    scale_levels();
+    for (int64_t r = 0; r < W; ++r) refill(r);
+  }
+  void set_shares(const std::vector<float>& share) {  // in proportion to `share`
+    std::vector<double> sum(C, 0.0);
+    for (int64_t r = 0; r < W; ++r) sum[p_.class_of[r]] += double(share[r]);
+    share_.resize(W), shares_.assign(C, 0.0);
+    for (int64_t r = 0; r < W; ++r) {
+      share_[r] = float(double(share[r]) / sum[p_.class_of[r]]);
+      shares_[p_.class_of[r]] += double(share_[r]);
+    }
   }
 
   void set_candidate(int64_t k, int64_t candidate) {  // of a part without pieces
@@ -420,22 +467,24 @@ class PackState {
   // A state that can be restored.
   struct State {
     double step = std::numeric_limits<double>::infinity();
-    std::vector<int64_t> candidate, width, units;
+    std::vector<int64_t> candidate, width;
+    std::vector<float> share;
     std::vector<Piece> pieces;
   };
 
   void keep_best() {
-    best_.step = step_, best_.candidate = candidate_, best_.width = width_, best_.units = units_;
+    best_.step = step_, best_.candidate = candidate_, best_.width = width_, best_.share = share_;
     best_.pieces.clear();
     for (int64_t k = 0; k < T; ++k)
       for (const int id : of_table_[k]) best_.pieces.push_back(pieces_[id]);
   }
   void restore(const State& state) {
     best_ = state;
-    reset(best_.candidate.data(), best_.width.data(), best_.units.data());
+    reset(best_.candidate.data(), best_.width.data(), best_.share);
     begin_move();
     for (const Piece& x : best_.pieces) insert(x);
     finish_move();
+    set_shares(best_.share);
   }
 
   OperPacking& p_;
@@ -443,12 +492,11 @@ class PackState {
   int groups_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
   std::vector<int64_t> place_;  // index of each table in `order`
-  std::vector<int64_t> candidate_, width_, busiest_, units_, class_units_;
+  std::vector<int64_t> candidate_, width_, busiest_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
-  std::vector<float> flat_, busy_, kept_busy_, scale_, share_;
-  struct Refilled {  // units of pulled rows moved between two ranks
-    int64_t from = 0, to = 0, units = 0;
-  } refilled_;
+  std::vector<double> level_, saved_level_, none_;  // times of phases up to which ranks are refilled; no load
+  std::vector<double> shares_, saved_shares_;  // sums of share_ by class, by which shares are divided
+  std::vector<float> flat_, busy_, kept_busy_, scale_, share_, saved_share_;
   std::vector<Piece> pieces_;
   std::vector<int> free_, recut_;
   std::vector<double> counted_cuts_;

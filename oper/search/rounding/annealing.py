@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.space import PUSH, SHARD
@@ -35,8 +34,6 @@ from oper.search.rounding.candidates import Candidate, CandidatePool
 _SHARES = 96  # grid of shares of a piece at which partial sums are tabulated
 _OWNERS = 48  # upper limit of the owners of one piece
 _HEADS = 16  # hottest pushed rows of a table whose owners are tracked one by one
-_UNITS = 256  # approximate number of units of pulled rows, over all ranks
-_FINE_UNITS = 2048  # least such number in a search that continues another one
 
 _OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
 _CHANGED = ("candidate", "part_width", "units")  # further arrays that a search changes
@@ -398,7 +395,7 @@ class Annealing:
         return {"order": np.argsort(-size, kind="stable"),
                 "first_owners": np.tile(owners, times), "part_width": width,
                 "first_width": np.tile(widths, times), "candidate": np.tile(chosen, times),
-                "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
+                "units": np.ones(world, np.int64)}
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
             start: Packed | None = None) -> Packed:
@@ -420,7 +417,6 @@ class Annealing:
         if start is not None:
             for name, known in start.arrays.items():
                 arrays[name][:known.size] = known
-            arrays["units"] *= max(1, _FINE_UNITS // int(arrays["units"].sum()))
         packing: Any = native.call(
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,

@@ -51,7 +51,7 @@ class Effort:
 
 EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run concurrently; their number does not affect the result
-_MOVES = 54_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
+_MOVES = 36_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # the best 1 / 6 of the probes are continued
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
