@@ -153,8 +153,8 @@ class BuildNative(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         if not stale and is_current(library, objects):
             return
-        # The longest first, so that none is compiled alone at the end: the few short sources of
-        # the host's kernels include all of them.
+        # The longest to compile first, so that none is left alone at the end. Size is the measure,
+        # except for kernels_*.cpp: short files that include all kernels of the host.
         stale.sort(key=lambda job: ("/kernels_" not in job[0], -(ROOT / job[0]).stat().st_size))
         from torch.utils.cpp_extension import include_paths, library_paths
 

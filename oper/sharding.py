@@ -195,7 +195,7 @@ def shard(
     rules = _dynamic_tables(targets, dynamic, managed)
     raw_keys = [(of, of.raw_keys()) for name, of in managed.items() if name in rules]
     check_same_arguments(whole, "cannot shard", {"dynamic": sorted(rules.items())})
-    require("cannot make tables dynamic", "leave synchronize_every out, or do not form groups", (
+    require("cannot make tables dynamic", "leave synchronize_every or replica_groups out", (
         "synchronize_every", synchronize_every, synchronize_every == 1 or not rules,
         "1, since all replica groups must give a key the same row"))
     for target in targets:

@@ -265,8 +265,8 @@ NIGHTLY = (
             "rows of 8 bits", "None"),
 )
 
-# Of the many parameters of these tests, `make test` takes the first of every two or three, so that
-# every value of each remains; the others run nightly.
+# Tests with many parametrized cases: `make test` runs every second or third case, and the others
+# run nightly.
 SAMPLED = {
     "tests/cuda/test_short_steps.py::test_streams_that_work_late_give_the_hosts_bits": 2,
     "tests/rl_rec/test_concepts.py::test_real_edges_are_found": 3,
@@ -276,13 +276,13 @@ SAMPLED = {
     "tests/search/test_certificate.py::test_consumption_of_a_piece_equals_the_cost_model": 3,
     "tests/search/test_cost.py::test_unit_loads_equal_the_cost_model": 3,
     "tests/search/test_explain.py::test_the_mean_of_many_steps_is_what_the_model_predicts": 3,
-    "tests/search/test_message_costs.py::test_no_other_bits_within_the_budget_are_faster": 3,
+    "tests/search/test_message_costs.py::test_no_other_bits_within_the_budget_are_faster": 2,
     "tests/shmem/test_exactness.py::test_training_equals_the_unsharded_run": 3,
     "tests/shmem/test_exchange.py::test_lookups_without_gradients_sequences_and_weight_gradients":
     2,
     "tests/shmem/test_exchange.py::test_placements": 2,
     "tests/shmem/test_replica_groups.py::test_gradients_of_all_groups_equal_the_unsharded_run": 3,
-    "tests/shmem/test_replica_groups.py::test_rows_are_averaged": 3,
+    "tests/shmem/test_replica_groups.py::test_rows_are_averaged": 2,
     "tests/shmem/test_shared_bags.py::test_rows_and_updates_equal_those_of_copied_bags": 2,
 }
 

@@ -300,8 +300,10 @@ constexpr int64_t kNearShare = 16;
 
 // ---- new rows ------------------------------------------------------------------------------------
 
-// Columns [4 * block, 4 * block + 4) of a new key's row.
+// Stream of the random numbers that initialise rows ("init"), see `draw_bits`.
 constexpr uint32_t kRowDraw = 0x696e6974u;
+
+// Columns [4 * block, 4 * block + 4) of a new key's row.
 struct FirstColumns {
   float at[4];
 };

@@ -31,7 +31,7 @@ constexpr int64_t kRelaxedOf = 4;  // one in so many short searches starts from 
 // Changes of layouts tried for all short searches: per table, and at least. Twice as many gained little.
 constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
-constexpr int64_t kUnits = 4096;  // of a class's pulled rows, at most; MAX_PATTERN of oper/plan.py
+constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
 constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
 class Packing : private PackMoves {
@@ -71,10 +71,7 @@ class Packing : private PackMoves {
 
   void write() {
     p_.moves = moves_;
-    for (int64_t r = 0; r < W; ++r)
-      p_.units[r] = refills() && W < kUnits ? std::llround(double(share_[r]) / shares_[p_.class_of[r]] *
-                                                           double(kUnits - W / 2))
-                                            : 1;
+    for (int64_t r = 0; r < W; ++r) p_.units[r] = units_of(r);
     restore(given_shares(best_));
     evaluate();
     p_.step = step_;
@@ -109,6 +106,12 @@ class Packing : private PackMoves {
       x.pieces.back().add_owner(place[p_.rank[n]], int(p_.weight[n]));
     }
     return x;
+  }
+
+  // A rank's part of its class's pulled rows, in units. Rounding adds at most half a unit per rank.
+  int64_t units_of(int64_t r) const {
+    if (!refills() || W >= kUnits) return 1;
+    return std::llround(double(share_[r]) / share_sum_[p_.class_of[r]] * double(kUnits - W / 2));
   }
 
   // The state with the shares of the units in the arrays.

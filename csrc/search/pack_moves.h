@@ -13,7 +13,7 @@
 namespace oper::search {
 
 constexpr int kDrawn = 12;        // ranks drawn, of which the best is used: 4 were too few, 32 no better
-constexpr double kRelevel = 0.02;  // range of the random changes of levels
+constexpr double kRelevel = 0.02;  // relative range of the random changes of levels
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
 class PackMoves : protected PackState {
@@ -62,35 +62,35 @@ class PackMoves : protected PackState {
   double rank_cost(int64_t r, const double* more, const double* less) const {
     double slope;
     const int64_t c = p_.class_of[r];
-    const double share = refills() ? room(r, more, less, &slope) : double(share_[r]);
-    double sum = -share / shares_[c] * fill_price_[c];
+    const double share = refills() ? share_up_to_levels(r, more, less, &slope) : double(share_[r]);
+    double sum = -share / share_sum_[c] * fill_price_[c];
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
       for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
-        b = std::max(b, load_[r * G + g] + every_[c * G + g] + share / shares_[c] * fill_[c * G + g] +
+        b = std::max(b, load_[r * G + g] + every_[c * G + g] + share / share_sum_[c] * fill_[c * G + g] +
                             (more[g] - less[g]));
       sum += phase_cost(b, ph);
     }
     return sum;
   }
-  // Sets what it costs the ranks of each class to own all of the class's pulled rows in proportion to their
-  // present shares.
+  // Sets, for each class, the derivative of the cost by a common factor of all shares of pulled rows.
   void price_fill() {
     fill_price_.assign(C, 0.0);
     for (int64_t r = 0; r < W && refills(); ++r) {
       const int64_t c = p_.class_of[r];
-      const double share = double(share_[r]) / shares_[c];
+      const double share = double(share_[r]) / share_sum_[c];
       for (int64_t ph = 0; ph < P; ++ph) {
         double b = 0, of = 0;
         for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g) {
           const double x = load_[r * G + g] + every_[c * G + g] + share * fill_[c * G + g];
           if (x > b) b = x, of = fill_[c * G + g];
         }
-        if (b > 0) fill_price_[c] += 8 * phase_cost(b, ph) / b * share * of;
+        if (b > 0) fill_price_[c] += kPower * phase_cost(b, ph) / b * share * of;
       }
     }
   }
-  double phase_cost(double busy, int64_t ph) const {  // eighth power: the busiest phase dominates
+  static constexpr int kPower = 8;  // of phase_cost: the busiest phase dominates
+  double phase_cost(double busy, int64_t ph) const {
     double x = busy * scale_[ph];
     x *= x, x *= x;
     return x * x / scale_[ph];
@@ -407,7 +407,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Refills all ranks, to levels in proportion to the times of the phases, changed at random.
+  // Sets the levels near the present times of the phases, at random, and refills all ranks.
   bool relevel() {
     if (!refills()) return false;
     for (int64_t ph = 0; ph < P; ++ph)
@@ -415,6 +415,7 @@ class PackMoves : protected PackState {
     refill_all();
     return true;
   }
+
   // Another candidate of a table, or `now`; in half of the cases an adjacent one.
   int64_t other_candidate(int64_t k, int64_t now) {
     int64_t next = random_.below(p_.num_candidates[k]);
@@ -505,7 +506,8 @@ class PackMoves : protected PackState {
     return construct(k, width, owners);
   }
 
-  std::vector<double> owned_, fill_price_;  // loads of pieces' parts; costs of pulled rows by class
+  std::vector<double> owned_;  // loads of pieces' parts
+  std::vector<double> fill_price_;  // by class, see price_fill
   std::vector<double> pushed_;  // by candidate, largest load of a column on its owner
   std::vector<float> marginal_, looked_at_;  // by rank
   std::vector<std::pair<float, int32_t>> order_;

@@ -273,14 +273,15 @@ class PackState {
     pass_on();
   }
 
-  // Largest load of each rank in a phase; returns the maximum and the sum of powers.
+  // Largest load of each rank in a phase, with pulled rows if `fills`; returns the maximum and the sum of
+  // powers.
   std::pair<float, float> look_at_phase(int64_t ph, float* busy, bool fills = true) const {
     float peak = 0, power = 0;
     for (int64_t c = 0; c < C; ++c) {
       float every[kMostGroups], fill[kMostGroups];
       for (int g = 0; g < groups_; ++g) {
         every[g] = float(every_[c * G + ph * groups_ + g]);
-        fill[g] = fills ? float(fill_[c * G + ph * groups_ + g] / shares_[c]) : 0.0f;
+        fill[g] = fills ? float(fill_[c * G + ph * groups_ + g] / share_sum_[c]) : 0.0f;
       }
       const auto [a, b] = block_[c];
       peak = std::max(peak, phase_busy(&flat_[ph * groups_ * W], W, share_.data(), every, fill,
@@ -305,7 +306,7 @@ class PackState {
       const auto [a, b] = block_[c];
       const int64_t memory = c * G + G - 1;
       over = std::max<double>(over, largest(&flat_[(G - 1) * W], share_.data(),
-                                    float(every_[memory]), float(fill_[memory] / shares_[c]), a, b) -
+                                    float(every_[memory]), float(fill_[memory] / share_sum_[c]), a, b) -
                                     1.0);
     }
     step_ = step * (1 + kOverflow * std::max(over, 0.0));
@@ -357,7 +358,7 @@ class PackState {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear();
     log_.clear(), numbers_log_.clear();
-    saved_every_ = every_, saved_fill_ = fill_, saved_share_ = share_, saved_shares_ = shares_;
+    saved_every_ = every_, saved_fill_ = fill_, saved_share_ = share_, saved_share_sum_ = share_sum_;
     saved_level_ = level_;
   }
   void finish_move() {
@@ -372,7 +373,7 @@ class PackState {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
     }
-    every_ = saved_every_, fill_ = saved_fill_, share_ = saved_share_, shares_ = saved_shares_;
+    every_ = saved_every_, fill_ = saved_fill_, share_ = saved_share_, share_sum_ = saved_share_sum_;
     level_ = saved_level_;
     for (const int k : recut_) counted_cuts_[k] = cuts_of(k);
     recut_.clear();
@@ -380,10 +381,11 @@ class PackState {
 
   // -- pulled rows ----------------------------------------------------------------------------------
 
-  // The share of its class's pulled rows with which rank r, with the loads `more` added to and `less`
-  // removed from it, reaches the level of a phase or fills its memory; its present one if pulled rows cost
-  // nothing. Sets `*slope` to its derivative by a factor of all levels.
-  double room(int64_t r, const double* more, const double* less, double* slope) const {
+  // Share of its class's pulled rows that rank r can own, after the loads `more` are added and `less`
+  // removed, before a phase reaches its level or memory is full; the present share if pulled rows cost
+  // nothing.
+  // `*slope`: derivative of the share by a common factor of all levels.
+  double share_up_to_levels(int64_t r, const double* more, const double* less, double* slope) const {
     const double *own = &load_[r * G], *all = &every_[p_.class_of[r] * G], *fill = &fill_[p_.class_of[r] * G];
     double least = std::numeric_limits<double>::infinity();
     *slope = 0;
@@ -397,22 +399,23 @@ class PackState {
     if (least < kLeastRoom) least = kLeastRoom, *slope = 0;
     return least;
   }
-  // Not if ranks share links: a rank's pulled rows then also load its mates, so that shares stay equal.
+  // Whether ranks of a class own different shares of its pulled rows. Not if ranks share links, since a
+  // rank's pulled rows then also load its mates.
   bool refills() const { return p_.mate_first[W] == 0; }
   void refill(int64_t r) {
     if (!refills()) return;
     double slope;
-    const float share = float(room(r, none_.data(), none_.data(), &slope));
-    shares_[p_.class_of[r]] += double(share) - double(share_[r]);
+    const float share = float(share_up_to_levels(r, none_.data(), none_.data(), &slope));
+    share_sum_[p_.class_of[r]] += double(share) - double(share_[r]);
     share_[r] = share;
   }
-  // Multiplies the levels by the factor with which ranks refilled to them own all pulled rows.
+  // Scales all levels so that the shares of a class add up to 1, on average over the classes.
   void scale_levels() {
     for (int i = 0; i < kLevelSteps && refills(); ++i) {  // Newton's method
       double sum = 0, slope = 0;
       for (int64_t r = 0; r < W; ++r) {
         double of;
-        sum += room(r, none_.data(), none_.data(), &of), slope += of;
+        sum += share_up_to_levels(r, none_.data(), none_.data(), &of), slope += of;
       }
       if (slope <= 0) break;
       const double factor = std::clamp(1 + (double(C) - sum) / slope, 0.5, 2.0);
@@ -426,10 +429,10 @@ class PackState {
   void set_shares(const std::vector<float>& share) {  // in proportion to `share`
     std::vector<double> sum(C, 0.0);
     for (int64_t r = 0; r < W; ++r) sum[p_.class_of[r]] += double(share[r]);
-    share_.resize(W), shares_.assign(C, 0.0);
+    share_.resize(W), share_sum_.assign(C, 0.0);
     for (int64_t r = 0; r < W; ++r) {
       share_[r] = float(double(share[r]) / sum[p_.class_of[r]]);
-      shares_[p_.class_of[r]] += double(share_[r]);
+      share_sum_[p_.class_of[r]] += double(share_[r]);
     }
   }
 
@@ -494,8 +497,9 @@ class PackState {
   std::vector<int64_t> place_;  // index of each table in `order`
   std::vector<int64_t> candidate_, width_, busiest_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
-  std::vector<double> level_, saved_level_, none_;  // times of phases up to which ranks are refilled; no load
-  std::vector<double> shares_, saved_shares_;  // sums of share_ by class, by which shares are divided
+  std::vector<double> level_, saved_level_;  // times of phases up to which ranks are refilled
+  std::vector<double> none_;                 // loads of 0
+  std::vector<double> share_sum_, saved_share_sum_;  // sums of share_ by class, by which shares are divided
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_, saved_share_;
   std::vector<Piece> pieces_;
   std::vector<int> free_, recut_;

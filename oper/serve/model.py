@@ -178,7 +178,7 @@ class AttachedModel:
         else:
             batch = batch.expanded()
         features = kjt_of(batch, self.signature.features)
-        with self._served.pinned() as epoch:  # its calls make no gradients
+        with self._served.pinned() as epoch:  # `ServedModel` disables gradients
             logits = self._served(torch.from_numpy(batch.dense), features, *shared)
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 

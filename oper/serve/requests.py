@@ -121,13 +121,14 @@ class Request:
                                   f"{shape}; {axes}")
         if not np.isfinite(self.dense).all():
             raise bad_request("dense", "inf or nan", "finite numbers")
-        # As unsigned numbers, negative ones are too large: one comparison finds both.
+        # Viewed as unsigned, a negative length is huge, so the sum differs from the number of ids.
         totals = self.lengths.view(np.uint32).sum(axis=1, dtype=np.int64)
         if int(totals.sum()) != self.ids.size:
             if (low := int(self.lengths.min(initial=0))) < 0:
                 raise bad_request("lengths", low, ">= 0")
             raise bad_request("number of ids", self.ids.size,
                               f"{int(totals.sum())}, the sum of lengths")
+        # A negative id is huge, too.
         wrong = self.ids.view(np.uint64) > np.repeat(_last_ids(signature), totals)
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -138,7 +139,8 @@ class Request:
 
 @functools.lru_cache(maxsize=64)
 def _last_ids(signature: Signature) -> np.ndarray:
-    """Return the largest id of each feature, uint64 [F]; of raw keys, the largest number."""
+    """Largest valid id of each feature, uint64 [F]; for raw keys 2^64 - 1, which is -1 viewed as
+    unsigned."""
     return np.array([-1 if n is None else n - 1 for n in signature.num_rows],
                     np.int64).view(np.uint64)
 

@@ -178,8 +178,8 @@ class TableUpdates(MeasuredTables):
         Args:
             passed: the backward pass.
             updates: if False, owners only add the gradients to sums, which the next call with True
-                applies; only that call counts as a step. Must be True for dynamic tables, except
-                in replica groups.
+                applies; only that call counts as a step. Must be True for dynamic tables without
+                replica groups, whose keys this call counts.
 
         Raises:
             InvalidInputError: a learning rate is invalid, or learning rates, frozen tables,
@@ -194,6 +194,7 @@ class TableUpdates(MeasuredTables):
         for k, grad in enumerate(grads):
             if not grad.is_contiguous():
                 grads[k] = rows_in_order(grad, batch.pooled)
+        # With replica groups, the `Synchronizer` has done this before gradients are exchanged.
         if self.keys is not None and self.replicas is None:
             self.keys.leave(batch, passed.frozen)
         try:

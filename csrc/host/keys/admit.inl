@@ -80,13 +80,13 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
 }
 
-constexpr int64_t kDrawnColumns = 64;  // at a time
+constexpr int64_t kDrawnColumns = 64;  // drawn at once: two registers of eight lanes
 
 // Draws columns [4 * block, 4 * block + kDrawnColumns) of a new key's row, see `first_columns`.
 OPER_INLINE void draw_columns(int64_t key, uint64_t seed, int64_t block, float bound, float* out) {
 #if defined(OPER_KERNELS_AVX512)
-  // Philox on 64-bit lanes, of which products use the lower halves: a block of columns per lane.
-  // Compilers, which unpack and pack each product, take twice as long.
+  // Philox in 64-bit lanes, one block of four columns per lane; products use the lower 32 bits.
+  // Twice as fast as what compilers make of scalar code, which unpacks and packs every product.
   constexpr int kHalves = 2;
   const auto all = [](uint32_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); };
   const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);

@@ -300,8 +300,8 @@ int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
   int64_t bucket = -1, begin = 0;  // of the last record, and where records of this bucket begin
   for (int64_t i = 0; i < n; ++i) {
     const KeyRecord& r = records[i];
-    const int64_t last = std::exchange(bucket, place_of(candidates, numbers[i]).bucket);
-    if (bucket != last) begin = i;
+    const int64_t its = place_of(candidates, numbers[i]).bucket;
+    if (its != bucket) bucket = its, begin = i;
     if (r.clock == -1) continue;
     for (int64_t k = begin; k < i; ++k)
       if (records[k].clock != -1 && records[k].key == r.key) return i;

@@ -160,7 +160,8 @@ class KeyDirectory {
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
   // Writes those of the records with these numbers that this rank owns or, if `checks`, only checks
   // all. Returns -1, or the index of the first record that is invalid, cannot be in its bucket or
-  // has the key of an earlier one; then nothing has been written. `numbers` are ascending.
+  // has the key of an earlier one; then nothing has been written. `numbers` must be ascending:
+  // a key is compared with the earlier records of its bucket in this call.
   int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
                 bool checks);
   // Numbers of the records in this rank's buckets that updates after clock `since` have changed or

@@ -30,11 +30,11 @@ from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
 
 NUM_TABLES, NUM_KEYS = 26, 50_000
-HALF = 0.5
-# Keys per available row. From 0.95 on, buckets are full and evict keys; above 1, keys are more than
+REFERENCE_LOAD = 0.5
+# Keys per available row. From 0.95 on, full buckets evict keys; above 1 there are more keys than
 # rows.
-LOADS = {"pool1": HALF, "pool20": HALF, "pool1-load95": 0.95, "pool1-load100": 1.0,
-         "pool1-full": 1.1}
+LOADS = {"pool1": REFERENCE_LOAD, "pool20": REFERENCE_LOAD, "pool1-load95": 0.95,
+         "pool1-load100": 1.0, "pool1-full": 1.1}
 FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
             "ratio_planned", "ratio_half", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
             "evicted_per_step"),)
@@ -75,7 +75,7 @@ class DynamicCase(Case):
         """`num_slots` at another load."""
         return round(max(self.work.num_rows) / load)
 
-    def dynamic(self, load: float, batch_size: int) -> Any:
+    def make_dynamic(self, load: float, batch_size: int) -> Any:
         """New dynamic tables with `slots_at` this load, for `batch_size` samples per rank.
         Collective."""
         from oper.sharding import shard
@@ -98,10 +98,10 @@ class DynamicCase(Case):
         static: Any = shard(make_collection(work, "cpu"), batch_size=batch_size,
                             optimizer=OPTIMIZER)
         planned: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
-        dynamic = self.dynamic(self.load, batch_size)
+        dynamic = self.make_dynamic(self.load, batch_size)
         sides = {"static": static, "planned": planned, "dynamic": dynamic}
-        if self.load != HALF:  # compared in turns, since steps of separate runs vary more
-            sides["half"] = self.dynamic(HALF, batch_size)
+        if self.load != REFERENCE_LOAD:  # in the same run, since step times vary more between runs
+            sides["half"] = self.make_dynamic(REFERENCE_LOAD, batch_size)
         gradient = run.gradient(work.seed, work.batch_size)
         mine = gradient.chunk(run.world_size)[run.rank].clone()
         mch = None if run.rank else ManagedCollisions(work, self.num_slots, gradient)

@@ -137,7 +137,8 @@ def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
     for turn in range(case.rounds):
         progress(f"queries per second, {turn + 1} of {case.rounds}")
         names = list(pools)
-        for name in (names[turn % 3:] + names[:turn % 3])[::1 - 2 * (turn % 2)]:
+        first = turn % len(names)  # every set is first equally often, and in either direction
+        for name in (names[first:] + names[:first])[::1 - 2 * (turn % 2)]:
             settings = replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)
             rates[name].append(run(name, settings).rate)
     return ({n: np.array(r) for n, r in rates.items()},

@@ -22,15 +22,15 @@ from oper.shmem.protocol import Tables
 # Columns of KeyPart in csrc/host/keys/tables.h.
 _TABLE, _BEGIN, _END, _MISSED, _COUNTED, _, _WIDTH = range(7)
 
-# What a lookup in host memory has found: counts, int64 [N], lookups of each key that has a row, as
+# What a lookup in host memory has found, three tensors: counts, int64 [N], lookups of each key that has a row, as
 # the kernels take it; int64 [M], the keys without a row, in the order of the parts; and the parts,
 # int64 [P, 6], one line per dynamic table: its number, begin and end of its ids, its number of keys
 # without a row, and two values for the kernels about the counts.
 Seen = tuple[torch.Tensor, ...]
 
 
-class OtherDomains:
-    """Exchanges seen keys with the other memory domains. Creation is not collective.
+class KeyExchange:
+    """Exchanges keys with the other memory domains and replica groups. Creation is not collective.
 
     Args:
         tables: the collection of the dynamic tables.
@@ -49,8 +49,8 @@ class OtherDomains:
         self._num_places = torch.tensor(num_places)
 
     def exchange(self, tables: Tables, seen: Sequence[Seen]) -> list[Seen]:
-        """Send the keys that this rank's lookups have seen, and return them with the keys that it
-        receives, which the caller must count together. Collective; `seen` may be empty.
+        """Send the keys of this rank's lookups and receive those of others. Returns both, to be
+        counted in one call. Collective; `seen` may be empty.
 
         Raises:
             PeerLostError: a rank has refused its batch or has ended.

@@ -38,7 +38,7 @@ from oper.rows.directory import MAX_ROWS
 from oper.shmem.batch import Lookup, SeenKeys, version_of
 from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group
-from oper.shmem.keys.across import OtherDomains
+from oper.shmem.keys.across import KeyExchange
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, num_candidates
 from oper.shmem.keys.rules import DynamicTable
@@ -120,7 +120,7 @@ class Keys:
         self.rules = dict(rules)
         self._table_of = [self.tables.get(table, -1) for _, table in tables.features]
         self._arguments = _arguments(tables, rules)
-        self._domains = OtherDomains(tables, [
+        self._domains = KeyExchange(tables, [
             num_buckets(tables.specs[name].num_rows - 1) * KEY_BUCKET_ROWS for name in rules])
         self._open(tables)
 
@@ -273,7 +273,7 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def flush(self) -> None:
-        """Make all records that were written visible to lookups. Host memory needs nothing."""
+        """Make written records visible to lookups; in host memory they are at once."""
 
     def _records(self, writes: bool = False, own: bool = False) -> int:
         """Return the handle by which operators read or write records in host memory; with `own`,

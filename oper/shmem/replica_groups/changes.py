@@ -22,7 +22,7 @@ class SynchronizedRows(ChangedRows):
         """Forget the rows of earlier synchronizations. Not collective."""
         self._of = self._now()
         self._slots = [np.zeros(0, np.uint32) for _ in self.tables.directories]
-        self._clocks = {}  # none: groups with dynamic tables make every update together
+        self._clocks = {}  # no dynamic tables: they require every = 1, where `ChangedRows` is used
         self.tables.replicas.followers.add(self)
 
     def is_current(self) -> bool:

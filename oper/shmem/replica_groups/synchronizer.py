@@ -2,8 +2,8 @@
 
 * ``every = 1``: before each update, counterparts (see `groups`) exchange the summed gradients of
   their rows and add them up in the order of the groups. All groups then make the update that one
-  group of all ranks would make, up to the order of additions. Before that, they exchange the keys
-  of dynamic tables that their batches have, so that directories stay equal.
+  group of all ranks would make, up to the order of additions. Before that, counterparts exchange
+  the keys of their batches, so that directories of dynamic tables stay equal.
 * ``every > 1``: each group updates its copy of the tables separately. After `every` updates,
   counterparts average the rows that have changed since the last synchronization, and the optimizer
   states of these rows. With ``delay > 0`` the rows are sent while the next `delay` updates are made
@@ -44,7 +44,7 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
 from oper.shmem.replica_groups.refused import check_counts, note_refused
-from oper.shmem.replica_groups.written import agree
+from oper.shmem.replica_groups.written import equalize_groups
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
@@ -228,7 +228,7 @@ class Synchronizer:
         """
         try:
             sizes = self._exchange_numbers(_KEYS, [8 * message.numel()])
-        except PeerLostError:  # the counterparts have ended this exchange, and wait for no other
+        except PeerLostError:  # the counterparts have ended this exchange, too: nothing is sent
             self._has_refused = True
             self.tables._skip_in_family()
             torch.ops.oper.lookup_refuse_update(self.tables.handle)
@@ -469,8 +469,8 @@ class Synchronizer:
     # ---- written rows ----------------------------------------------------------------------------
 
     def agree(self, refresh: Callable[[], None]) -> None:
-        """Called after rows were written, see `written.agree`."""
-        agree(self, partial(self._exchange_numbers, _COPIES), refresh)
+        """Make tables equal in all groups after rows were written; see `written`."""
+        equalize_groups(self, partial(self._exchange_numbers, _COPIES), refresh)
         if self._changed is not None:
             self._changed.restart()
 

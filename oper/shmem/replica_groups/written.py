@@ -1,10 +1,10 @@
-"""Rows and keys written on all ranks, which must then be equal in all replica groups."""
+"""Make tables equal in all replica groups after rows or keys were written."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,14 +12,18 @@ import torch
 from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import RECORDS
 
+if TYPE_CHECKING:
+    from oper.shmem.replica_groups.synchronizer import Synchronizer
 
-def agree(of: Any, exchange: Callable[[list[int]], list[list[int]]],
-          refresh: Callable[[], None]) -> None:
-    """Copy rows and states of the first group to all groups, for directories whose checksums differ
-    between counterparts. Collective over all groups.
+
+def equalize_groups(of: Synchronizer, exchange: Callable[[list[int]], list[list[int]]],
+                    refresh: Callable[[], None]) -> None:
+    """Copy rows and states of the first group to all groups, for tables whose checksums differ
+    between counterparts. Keys are only compared: every rank must have loaded the same ones.
+    Collective over all groups.
 
     Args:
-        of: the `Synchronizer`.
+        of: this rank's synchronizer.
         exchange: sends numbers, equally many on all counterparts, and returns those of every group.
         refresh: called on all ranks of a group, once, if rows of one of them were replaced.
 
