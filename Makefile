@@ -72,7 +72,8 @@ $(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) 
 	       "shows, then run make again; or name one with TORCH_SPEC=..." >&2; exit 1; }
 	@echo "== what OPER and its tests need ($(KIND)), while the host library is compiled"
 	@$(PIP) install --quiet $$(grep -E '^(setuptools|numpy)==' requirements/common.txt)
-	@$(BIN)/python setup.py -q build_ext --inplace & build_pid=$$!; status=0; \
+	@# A set of versions may bring another torch, which must be there before the library is compiled.
+	@$(if $(SET),true,$(BIN)/python setup.py -q build_ext --inplace) & build_pid=$$!; status=0; \
 	{ $(PIP) install --quiet -r requirements/$(KIND).txt \
 	  && $(PIP) install --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt; } || status=1; \
 	wait $$build_pid || status=1; exit $$status

@@ -126,8 +126,6 @@ NIGHTLY = (
             "test_a_directory_costs_what_it_takes; test_the_first_day_alone_is_known"),
     Nightly("tests/bench/test_calibrate.py::test_the_verb_measures_real_processes",
             "test_a_rank_alone_is_measured; test_the_fit_finds_the_constants_of_the_model"),
-    Nightly("tests/bench/test_gpu_script.py::test_first_parts_name_existing_tests",
-            "test_the_first_parts_are_the_most_telling"),
     # ---- the search ------------------------------------------------------------------------------
     Nightly("tests/search/test_random_problems.py::test_bound_optimum_and_search_are_in_order",
             "one seed on each machine", "[1-9]-.*"),
@@ -265,8 +263,8 @@ NIGHTLY = (
             "rows of 8 bits", "None"),
 )
 
-# Tests with many parametrized cases: `make test` runs every second or third case, and the others
-# run nightly.
+# Tests with many parametrized cases: `make test` runs every second or third case, and those with a
+# parameter's value that no case before has; the others run nightly.
 SAMPLED = {
     "tests/cuda/test_short_steps.py::test_streams_that_work_late_give_the_hosts_bits": 2,
     "tests/rl_rec/test_concepts.py::test_real_edges_are_found": 3,
@@ -292,14 +290,17 @@ def arrange(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     listed = {n.test: n for n in NIGHTLY}
     seen: Counter[str] = Counter()
+    values: set[tuple[str, str, str]] = set()  # test, parameter, value
     for item in items:
         test, _, parameters = item.nodeid.partition("[")
         left = listed.get(test)
         if left is not None and re.fullmatch(left.only, parameters.removesuffix("]")):
             item.add_marker(pytest.mark.slow)
         elif test in SAMPLED:
-            if seen[test] % SAMPLED[test]:
+            of = {(test, name, repr(x)) for name, x in item.callspec.params.items()}
+            if seen[test] % SAMPLED[test] and of <= values:
                 item.add_marker(pytest.mark.slow)
+            values |= of
             seen[test] += 1
         if item.nodeid.startswith(ALONE):
             item.add_marker(pytest.mark.alone)

@@ -31,7 +31,6 @@ constexpr int64_t kRelaxedOf = 4;  // one in so many short searches starts from 
 // Changes of layouts tried for all short searches: per table, and at least. Twice as many gained little.
 constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
-constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
 constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
 class Packing : private PackMoves {
@@ -71,9 +70,7 @@ class Packing : private PackMoves {
 
   void write() {
     p_.moves = moves_;
-    for (int64_t r = 0; r < W; ++r) p_.units[r] = units_of(r);
-    restore(given_shares(best_));
-    evaluate();
+    if (const double equal = step_with_units(false); step_with_units(true) > equal) step_with_units(false);
     p_.step = step_;
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
@@ -108,10 +105,19 @@ class Packing : private PackMoves {
     return x;
   }
 
-  // A rank's part of its class's pulled rows, in units. Rounding adds at most half a unit per rank.
-  int64_t units_of(int64_t r) const {
-    if (!refills() || W >= kUnits) return 1;
-    return std::llround(double(share_[r]) / share_sum_[p_.class_of[r]] * double(kUnits - W / 2));
+  // The step of the best state if its shares of pulled rows are rounded to units, or if they are equal.
+  double step_with_units(bool rounded) {
+    std::vector<double> sum(C, 0.0);
+    for (int64_t r = 0; r < W; ++r) sum[p_.class_of[r]] += double(best_.share[r]);
+    for (int64_t r = 0; r < W; ++r)
+      p_.units[r] = rounded && refills()
+                        ? std::llround(double(best_.share[r]) / sum[p_.class_of[r]] * double(units_in_all()))
+                        : 1;
+    const std::vector<float> exact = best_.share;
+    restore(given_shares(best_));
+    best_.share = exact;
+    evaluate();
+    return step_;
   }
 
   // The state with the shares of the units in the arrays.

@@ -44,7 +44,8 @@ class Layouts {
       total_.exchange(total_, of_table_[k], changed_);
       std::swap(of_table_[k], changed_);
     }
-    list_pushed();
+    largest_.resize(n);
+    for (int64_t i = 0; i < n; ++i) find_largest(i);
   }
 
   // Tries `moves` changes, or fewer if `is_over()` becomes true, and returns the layouts reached.
@@ -69,7 +70,7 @@ class Layouts {
         std::swap(of_table_[k], changed_);
         std::swap(total_, trial_);
         known = found;
-        list_pushed();
+        update_largest(k);
       } else {
         layouts_[k] = old;
       }
@@ -96,24 +97,40 @@ class Layouts {
     }
   };
 
-  void list_pushed() {
-    pushed_.clear();
-    for (int64_t k = 0; k < p_.num_tables; ++k)
-      if (pushes(k, layouts_[k])) pushed_.push_back(k);
+  // The tables with the largest and second largest pieces by one load; the second may be missing (-1).
+  struct Largest {
+    int64_t first = -1, second = -1;
+  };
+  double piece(int64_t k, size_t i) const { return k < 0 ? 0.0 : of_table_[k].piece[i]; }
+  void rank(int64_t k, size_t i) {  // among the largest so far
+    Largest& x = largest_[i];
+    if (x.first < 0 || piece(k, i) > piece(x.first, i))
+      x.second = x.first, x.first = k;
+    else if (piece(k, i) > piece(x.second, i))
+      x.second = k;
+  }
+  void find_largest(size_t i) {
+    largest_[i] = {};
+    for (int64_t k = 0; k < p_.num_tables; ++k) rank(k, i);
+  }
+  void update_largest(int64_t k) {  // after table k has changed
+    for (size_t i = 0; i < largest_.size(); ++i)
+      if (largest_[i].first == k || largest_[i].second == k)
+        find_largest(i);
+      else
+        rank(k, i);
   }
 
   // The step if pieces are packed evenly, with a penalty for memory beyond the capacity; `total` has the
   // loads of all tables, where those of table `changed` are in `changed_`.
-  double step(const Loads& total, int64_t changed) {
+  double step(const Loads& total, int64_t changed) const {
     const int64_t G = p_.num_loads;
-    largest_.assign(total.mean.size(), 0.0);
-    const auto look_at = [&](const std::vector<double>& piece) {
-      for (size_t i = 0; i < piece.size(); ++i) largest_[i] = std::max(largest_[i], piece[i]);
+    const auto load = [&](int64_t at) {
+      const Largest& of = largest_[at];
+      double most = piece(of.first == changed ? of.second : of.first, at);
+      if (changed >= 0) most = std::max(most, changed_.piece[at]);
+      return std::max(total.mean[at], total.reader[at] + most);
     };
-    for (const int64_t k : pushed_)
-      if (k != changed) look_at(of_table_[k].piece);
-    if (changed >= 0) look_at(changed_.piece);
-    const auto load = [&](int64_t at) { return std::max(total.mean[at], total.reader[at] + largest_[at]); };
     double sum = 0, over = 0;
     for (int64_t begin = 0; begin < G - 1; begin += p_.num_groups) {
       double most = 0;
@@ -197,8 +214,9 @@ class Layouts {
   std::vector<Layout> layouts_;
   const std::vector<int64_t> most_owners_;
   Random& random_;
-  std::vector<double> size_, base_, largest_;
-  std::vector<int64_t> first_rank_, pushed_;
+  std::vector<double> size_, base_;
+  std::vector<Largest> largest_;  // by class and load
+  std::vector<int64_t> first_rank_;
   std::vector<Loads> of_table_;
   Loads total_, trial_, changed_;
 };

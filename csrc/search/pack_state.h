@@ -29,6 +29,7 @@ constexpr int kMaxWeight = 240;   // sum of the weights of one piece
 constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are assigned one by one
 constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
+constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
 constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
 constexpr float kLeastRoom = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
 constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
@@ -391,7 +392,9 @@ class PackState {
     *slope = 0;
     for (int64_t g = 0; g < G; ++g) {
       if (fill[g] <= 0) continue;
-      const double level = g < G - 1 ? level_[g / groups_] : 1.0;
+      // Rounding to units may add half a unit to what fills the memory.
+      const double memory = 1.0 - 0.5 * fill[g] / double(units_in_all());
+      const double level = g < G - 1 ? level_[g / groups_] : memory;
       const double share = (level - (own[g] + all[g] + (more[g] - less[g]))) / fill[g];
       if (share < least) least = share, *slope = g < G - 1 ? level / fill[g] : 0.0;
     }
@@ -399,9 +402,11 @@ class PackState {
     if (least < kLeastRoom) least = kLeastRoom, *slope = 0;
     return least;
   }
+  // Units into which the pulled rows of a class are divided. Rounding adds at most half a unit per rank.
+  int64_t units_in_all() const { return kUnits - W / 2; }
   // Whether ranks of a class own different shares of its pulled rows. Not if ranks share links, since a
   // rank's pulled rows then also load its mates.
-  bool refills() const { return p_.mate_first[W] == 0; }
+  bool refills() const { return p_.mate_first[W] == 0 && W < kUnits; }
   void refill(int64_t r) {
     if (!refills()) return;
     double slope;

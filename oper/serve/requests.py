@@ -52,6 +52,8 @@ class Signature:
         return tuple(f for f, n in zip(self.features, self.num_rows, strict=True) if n is None)
 
     def __post_init__(self) -> None:
+        for name in ("features", "num_rows"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.features) != len(self.num_rows) or len(set(self.features)) != len(
                 self.features):
             raise InvalidInputError("invalid signature", "features", self.features,

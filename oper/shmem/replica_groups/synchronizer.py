@@ -44,7 +44,7 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
 from oper.shmem.replica_groups.refused import check_counts, note_refused
-from oper.shmem.replica_groups.written import equalize_groups
+from oper.shmem.replica_groups.written import check_keys, equalize_groups
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
@@ -473,6 +473,10 @@ class Synchronizer:
         equalize_groups(self, partial(self._exchange_numbers, _COPIES), refresh)
         if self._changed is not None:
             self._changed.restart()
+
+    def check_keys(self) -> None:
+        """Called after the keys of a dynamic table were written, see `written.check_keys`."""
+        check_keys(self.tables, partial(self._exchange_numbers, _COPIES))
 
     # ---- another plan ----------------------------------------------------------------------------
 

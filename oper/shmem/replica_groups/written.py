@@ -33,10 +33,7 @@ def equalize_groups(of: Synchronizer, exchange: Callable[[list[int]], list[list[
     tables, groups = of.tables, of.groups
     num = len(tables.directories)
     sums = exchange([_checksum(of._views(k)) for k in range(num)] + [_key_checksum(tables)])
-    if any(theirs[num] != sums[0][num] for theirs in sums):
-        raise InvalidInputError("cannot use the written tables", "keys of dynamic tables",
-                                "different", "equal in all replica groups",
-                                "load the same checkpoint on all ranks")
+    _require_equal([x[num] for x in sums])
     wanted = [np.arange(of._views(k)[0].shape[0], dtype=np.uint32)
               if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
               for k in range(num)]
@@ -47,6 +44,19 @@ def equalize_groups(of: Synchronizer, exchange: Callable[[list[int]], list[list[
             view.index_copy_(0, torch.from_numpy(some[k].astype(np.int64)), rows[0])
     if any(tables.all_gather(sums[groups.counterparts.rank] != sums[0])):
         refresh()
+
+
+def check_keys(tables: Any, exchange: Callable[[list[int]], list[list[int]]]) -> None:
+    """Raise InvalidInputError if the keys of dynamic tables differ between groups. Collective over
+    all groups; `exchange`: see `equalize_groups`."""
+    _require_equal([x for x, in exchange([_key_checksum(tables)])])
+
+
+def _require_equal(checksums: list[int]) -> None:
+    if len(set(checksums)) > 1:
+        raise InvalidInputError("cannot use the written tables", "keys of dynamic tables",
+                                "different", "equal in all replica groups",
+                                "load the same checkpoint on all ranks")
 
 
 def _checksum(arrays: list[torch.Tensor]) -> int:
