@@ -160,6 +160,7 @@ def refuse_keys(rank: int, world_size: int, harm: str) -> Any:
     assert model.tables.keys.clock("weight") == 2
     model(torch.tensor([[5 + rank % 2, 4]])).sum().backward()
     found = told, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
+    dist.barrier()  # all have read the records
     if rank >= 2:  # only one group loads a key
         model.tables.keys.write("weight", "keys", torch.tensor([0]), torch.tensor([[9, 1, 1]]))
     with pytest.raises(oper.InvalidInputError, match="keys of dynamic tables='different'"):
