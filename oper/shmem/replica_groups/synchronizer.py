@@ -466,22 +466,19 @@ class Synchronizer:
 
         return received
 
-    # ---- written rows ----------------------------------------------------------------------------
+    # ---- written rows, another plan --------------------------------------------------------------
 
     def agree(self, refresh: Callable[[], None]) -> None:
         """Make tables equal in all groups after rows were written; see `written`."""
         equalize_groups(self, partial(self._exchange_numbers, _COPIES), refresh)
-        if self._changed is not None:
-            self._changed.restart()
+        self.end_move()
 
     def check_keys(self) -> None:
         """Called after the keys of a dynamic table were written, see `written.check_keys`."""
         check_keys(self.tables, partial(self._exchange_numbers, _COPIES))
 
-    # ---- another plan ----------------------------------------------------------------------------
-
     def end_move(self) -> None:
-        """Track the changes of rows under the new plan. Not collective."""
+        """Track changes from now on, under a new plan or after writes. Not collective."""
         if self._changed is not None:
             self._changed.restart()
 

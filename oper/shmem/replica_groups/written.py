@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,18 +12,15 @@ import torch
 from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import RECORDS
 
-if TYPE_CHECKING:
-    from oper.shmem.replica_groups.synchronizer import Synchronizer
 
-
-def equalize_groups(of: Synchronizer, exchange: Callable[[list[int]], list[list[int]]],
+def equalize_groups(of: Any, exchange: Callable[[list[int]], list[list[int]]],
                     refresh: Callable[[], None]) -> None:
     """Copy rows and states of the first group to all groups, for tables whose checksums differ
     between counterparts. Keys are only compared: every rank must have loaded the same ones.
     Collective over all groups.
 
     Args:
-        of: this rank's synchronizer.
+        of: this rank's `Synchronizer`.
         exchange: sends numbers, equally many on all counterparts, and returns those of every group.
         refresh: called on all ranks of a group, once, if rows of one of them were replaced.
 
