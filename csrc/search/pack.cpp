@@ -92,7 +92,7 @@ class Packing : private PackMoves {
   State given() const {
     State x;
     x.candidate.assign(p_.candidate, p_.candidate + T), x.width.assign(p_.part_width, p_.part_width + T);
-    x = given_shares(x);
+    x.share = shares_of_units();
     std::vector<int64_t> place(W);
     for (int64_t r = 0; r < W; ++r) place[p_.rank_of[r]] = r;
     for (int64_t n = 0; n < p_.count; ++n) {
@@ -105,26 +105,23 @@ class Packing : private PackMoves {
     return x;
   }
 
-  // The step of the best state if its shares of pulled rows are rounded to units, or if they are equal.
+  // Gives the best state shares of pulled rows in units, rounded or all equal; returns its step.
   double step_with_units(bool rounded) {
-    std::vector<double> sum(C, 0.0);
-    for (int64_t r = 0; r < W; ++r) sum[p_.class_of[r]] += double(best_.share[r]);
+    const std::vector<double> sum = sums_by_class(best_.share);
     for (int64_t r = 0; r < W; ++r)
       p_.units[r] = rounded && refills()
                         ? std::llround(double(best_.share[r]) / sum[p_.class_of[r]] * double(units_in_all()))
                         : 1;
-    const std::vector<float> exact = best_.share;
-    restore(given_shares(best_));
-    best_.share = exact;
+    set_shares(shares_of_units());
     evaluate();
     return step_;
   }
 
-  // The state with the shares of the units in the arrays.
-  State given_shares(State x) const {
-    x.share.assign(p_.units, p_.units + W);
-    for (float& y : x.share) y = std::max(y, kLeastRoom);
-    return x;
+  // Shares of pulled rows, in proportion to the units in the arrays.
+  std::vector<float> shares_of_units() const {
+    std::vector<float> share(p_.units, p_.units + W);
+    for (float& x : share) x = std::max(x, kLeastShare);
+    return share;
   }
 
   // Anneal the present state; returns the best state found.

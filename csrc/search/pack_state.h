@@ -5,7 +5,7 @@
 // pieces, each of which is striped over a few owners by integer weights. A rank's load is a vector: for
 // each phase its groups of terms, of which the largest counts, and memory. What ranks do as readers is
 // the same for all ranks of a class. Pulled rows are divisible: of those of all tables of a class together,
-// each rank owns as large a share as its other loads leave room for.
+// each rank owns as large a share as it can beside its other loads.
 #pragma once
 
 #include "search/pack.h"
@@ -31,7 +31,7 @@ constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 
 constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
 constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
 constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
-constexpr float kLeastRoom = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
+constexpr float kLeastShare = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
 constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
 
 struct Random {  // xorshift64*, Vigna 2016
@@ -399,7 +399,7 @@ class PackState {
       if (share < least) least = share, *slope = g < G - 1 ? level / fill[g] : 0.0;
     }
     if (least > 1) least = std::isinf(least) ? double(share_[r]) : 1.0, *slope = 0;
-    if (least < kLeastRoom) least = kLeastRoom, *slope = 0;
+    if (least < kLeastShare) least = kLeastShare, *slope = 0;
     return least;
   }
   // Units into which the pulled rows of a class are divided. Rounding adds at most half a unit per rank.
@@ -431,9 +431,13 @@ class PackState {
     scale_levels();
     for (int64_t r = 0; r < W; ++r) refill(r);
   }
-  void set_shares(const std::vector<float>& share) {  // in proportion to `share`
+  std::vector<double> sums_by_class(const std::vector<float>& share) const {
     std::vector<double> sum(C, 0.0);
     for (int64_t r = 0; r < W; ++r) sum[p_.class_of[r]] += double(share[r]);
+    return sum;
+  }
+  void set_shares(const std::vector<float>& share) {  // in proportion to `share`
+    const std::vector<double> sum = sums_by_class(share);
     share_.resize(W), share_sum_.assign(C, 0.0);
     for (int64_t r = 0; r < W; ++r) {
       share_[r] = float(double(share[r]) / sum[p_.class_of[r]]);

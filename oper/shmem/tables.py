@@ -437,7 +437,7 @@ class ShardedTables(TableUpdates):
             self._migration.finish()
             self._migration = None
             if self.replicas is not None:
-                self.replicas.end_move()
+                self.replicas.restart_changes()
 
     @property
     def migration(self) -> Migration | None:

@@ -102,7 +102,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     error_msgs += errors
     tables.barrier()
     if tables.replicas is not None:
-        tables.replicas.check_keys()
+        tables.replicas.check_keys(name)
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:

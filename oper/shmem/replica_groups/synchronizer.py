@@ -471,13 +471,13 @@ class Synchronizer:
     def agree(self, refresh: Callable[[], None]) -> None:
         """Make tables equal in all groups after rows were written; see `written`."""
         equalize_groups(self, partial(self._exchange_numbers, _COPIES), refresh)
-        self.end_move()
+        self.restart_changes()
 
-    def check_keys(self) -> None:
+    def check_keys(self, name: str) -> None:
         """Called after the keys of a dynamic table were written, see `written.check_keys`."""
-        check_keys(self.tables, partial(self._exchange_numbers, _COPIES))
+        check_keys(self.tables, name, partial(self._exchange_numbers, _COPIES))
 
-    def end_move(self) -> None:
+    def restart_changes(self) -> None:
         """Track changes from now on, under a new plan or after writes. Not collective."""
         if self._changed is not None:
             self._changed.restart()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ def equalize_groups(of: Any, exchange: Callable[[list[int]], list[list[int]]],
     """
     tables, groups = of.tables, of.groups
     num = len(tables.directories)
-    sums = exchange([_checksum(of._views(k)) for k in range(num)] + [_key_checksum(tables)])
+    sums = exchange([_checksum(of._views(k)) for k in range(num)] + [
+        _key_checksum(tables, [] if tables.keys is None else tables.keys.tables)])
     _require_equal([x[num] for x in sums])
     wanted = [np.arange(of._views(k)[0].shape[0], dtype=np.uint32)
               if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
@@ -43,10 +44,10 @@ def equalize_groups(of: Any, exchange: Callable[[list[int]], list[list[int]]],
         refresh()
 
 
-def check_keys(tables: Any, exchange: Callable[[list[int]], list[list[int]]]) -> None:
-    """Raise InvalidInputError if the keys of dynamic tables differ between groups. Collective over
-    all groups; `exchange`: see `equalize_groups`."""
-    _require_equal([x for x, in exchange([_key_checksum(tables)])])
+def check_keys(tables: Any, name: str, exchange: Callable[[list[int]], list[list[int]]]) -> None:
+    """Raise InvalidInputError if the keys of dynamic table `name` differ between groups. Collective
+    over all groups; `exchange`: see `equalize_groups`."""
+    _require_equal([x for x, in exchange([_key_checksum(tables, [name])])])
 
 
 def _require_equal(checksums: list[int]) -> None:
@@ -62,16 +63,16 @@ def _checksum(arrays: list[torch.Tensor]) -> int:
         for x in arrays))
 
 
-def _key_checksum(tables: Any) -> int:
-    """Checksum of the directories of dynamic tables, the same on all ranks of a group; 0 if there
-    are none."""
+def _key_checksum(tables: Any, names: Collection[str]) -> int:
+    """Checksum of the directories of these dynamic tables, the same on all ranks of a group; 0 if
+    there are none."""
     keys, rank, size = tables.keys, tables.group.rank, tables.group.world_size
-    if keys is None:
+    if not names:
         return 0
     mine = []
-    for name in keys.tables:
+    for name in names:
         for part in keys.parts(name):
             n = keys.num_records(name, RECORDS[part])
             mine.append(keys.read(name, part, n * rank // size, n * (rank + 1) // size))
-    clocks = torch.tensor([keys.clock(name) for name in keys.tables])
+    clocks = torch.tensor([keys.clock(name) for name in names])
     return zlib.crc32(repr(tables.all_gather(_checksum([*mine, clocks]))).encode())
