@@ -87,8 +87,10 @@ class Caching:
             if self.problem.training:
                 streamed += (t.num_outputs + float(t.total[TOUCHED])) * t.spec.dim * _FLOAT_BYTES
         size, rate = np.concatenate(sizes), np.concatenate(rates)
-        return np.array([_window(size, rate * len(d.ranks), streamed * len(d.ranks),
-                                 share * d.cache_bytes) for d in self._domains])
+        # Once per kind of domain: there may be hundreds of equal domains and a million blocks.
+        found = {(n, cache): _window(size, rate * n, streamed * n, share * cache)
+                 for n, cache in {(len(d.ranks), d.cache_bytes) for d in self._domains}}
+        return np.array([found[len(d.ranks), d.cache_bytes] for d in self._domains])
 
 
 def _used(t: TableProblem) -> tuple[np.ndarray, np.ndarray]:
