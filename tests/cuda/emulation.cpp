@@ -1,6 +1,8 @@
-// What tests ask the emulation.
+// The threads of an emulated device, and what tests ask the emulation.
+#include <csetjmp>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
+#include <ucontext.h>
 
 #include "common/handles.h"
 #include "emulation.h"
@@ -8,8 +10,82 @@
 namespace oper::emulation {
 namespace {
 
+constexpr size_t kStackBytes = 256 << 10;
+
+// Runs a thread of one block after the other, since starting a fiber takes two system calls.
+struct Fiber {
+  jmp_buf here;
+  char* stack = nullptr;
+  bool ended = true;
+};
+
+struct Machine {
+  Fiber fibers[kMaxThreads];
+  // By threads: operations done so far, by number of lanes that take part (log2), and for the block;
+  // values of the last two operations.
+  int64_t done[6][kMaxThreads], block_done[kMaxThreads];
+  uint64_t slots[6][2][kMaxThreads];
+  jmp_buf scheduler;
+  int current = 0, num_threads = 0;
+  const std::function<void()>* body = nullptr;
+  std::mt19937_64 random{std::strtoull(
+      std::getenv("OPER_EMULATION_SEED") ? std::getenv("OPER_EMULATION_SEED") : "1", nullptr, 10)};
+
+  ~Machine() {
+    for (Fiber& fiber : fibers) std::free(fiber.stack);
+  }
+};
+
+Machine& machine() {
+  static thread_local Machine instance;
+  return instance;
+}
+
+void fiber_main() {
+  for (Machine& m = machine();;) {
+    (*m.body)();
+    m.fibers[m.current].ended = true;
+    give_way();
+  }
+}
+
+int level_of(unsigned mask) { return __builtin_ctz(__builtin_popcount(mask)); }
+
+void run_block(const std::function<void()>& body) {
+  Machine& m = machine();
+  m.body = &body;
+  std::vector<int> order(static_cast<size_t>(m.num_threads));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), m.random);
+  std::memset(m.done, 0, sizeof(m.done));
+  std::memset(m.block_done, 0, sizeof(m.block_done));
+  for (int t = 0; t < m.num_threads; ++t) m.fibers[t].ended = false;
+  volatile size_t at = 0;
+  volatile int left = m.num_threads;
+  while (left > 0) {
+    const int t = order[at];
+    at = at + 1 == order.size() ? 0 : at + 1;
+    Fiber& fiber = m.fibers[t];
+    if (fiber.ended) continue;
+    m.current = t;
+    thread_index.x = static_cast<uint32_t>(t);
+    if (_setjmp(m.scheduler) == 0) {
+      if (fiber.stack != nullptr) _longjmp(fiber.here, 1);
+      fiber.stack = static_cast<char*>(std::malloc(kStackBytes));
+      ucontext_t start;
+      getcontext(&start);
+      start.uc_stack.ss_sp = fiber.stack;
+      start.uc_stack.ss_size = kStackBytes;
+      start.uc_link = nullptr;
+      makecontext(&start, fiber_main, 0);
+      setcontext(&start);
+    }
+    if (m.fibers[m.current].ended) left = left - 1;
+  }
+}
+
 // Called before each access to memory.
-__attribute__((no_sanitize("kernel-address"))) void check_access(const void* at) {
+void check_access(const void* at) {
   if (!is_device_memory(at) || side == Side::kDriver) return;
   const uint64_t region =
       static_cast<uint64_t>(static_cast<const char*>(at) - memory_begin) / kRegionBytes;
@@ -26,13 +102,65 @@ __attribute__((no_sanitize("kernel-address"))) void check_access(const void* at)
 }
 
 }  // namespace
+
+void fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s (block %u, thread %u)\n", what, block_index.x,
+               thread_index.x);
+  std::abort();
+}
+
+void give_way() {
+  Machine& m = machine();
+  if (_setjmp(m.fibers[m.current].here) == 0) _longjmp(m.scheduler, 1);
+}
+
+const uint64_t* sync_warp(unsigned mask, uint64_t value) {
+  Machine& m = machine();
+  const int me = m.current, level = level_of(mask), warp = me / 32 * 32;
+  if (!(mask >> (me % 32) & 1)) fail("a lane uses a mask that leaves it out");
+  const int64_t turn = m.done[level][me]++;
+  m.slots[level][turn % 2][me] = value;
+  for (unsigned missing = mask;;) {
+    for (unsigned lanes = missing; lanes != 0; lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
+      if (m.done[level][warp + lane] > turn)
+        missing &= ~(1u << lane);
+      else if (m.fibers[warp + lane].ended)
+        fail("a lane has ended that others wait for");
+    }
+    if (missing == 0) return m.slots[level][turn % 2] + warp;
+    give_way();
+  }
+}
+
+int lane_of_warp() { return machine().current % 32; }
+
+void sync_block() {
+  Machine& m = machine();
+  const int64_t turn = m.block_done[m.current]++;
+  for (int t = 0; t < m.num_threads; ++t)
+    while (m.block_done[t] <= turn && !m.fibers[t].ended) give_way();
+}
+
+void run_grid(const std::function<void()>& body, int64_t grid, int block) {
+  Machine& m = machine();
+  m.num_threads = block;
+  block_size.x = static_cast<uint32_t>(block);
+  grid_size.x = static_cast<uint32_t>(grid);
+  std::vector<uint32_t> order(static_cast<size_t>(grid));
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), m.random);
+  for (uint32_t b : order) {
+    block_index.x = b;
+    run_block(body);
+  }
+}
+
 }  // namespace oper::emulation
 
 // The compiler calls these by the option -fsanitize=kernel-address, whose run-time library this is.
-#define OPER_CHECKED(name, ...)                                                              \
-  __attribute__((no_sanitize("kernel-address"))) void __asan_##name##_noabort(__VA_ARGS__) { \
-    oper::emulation::check_access(at);                                                       \
-  }
+#define OPER_CHECKED(name, ...) \
+  void __asan_##name##_noabort(__VA_ARGS__) { oper::emulation::check_access(at); }
 #define OPER_CHECKED_SIZE(size) \
   OPER_CHECKED(load##size, void* at) OPER_CHECKED(store##size, void* at)
 extern "C" {

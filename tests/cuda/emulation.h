@@ -7,9 +7,6 @@
 // accesses memory that it could not address on hardware aborts.
 #pragma once
 
-#include <csetjmp>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -210,166 +207,36 @@ inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error";
 namespace oper::emulation {
 
 constexpr int kMaxThreads = 256;
-constexpr size_t kStackBytes = 256 << 10;
-
-struct Fiber {
-  ucontext_t start;
-  jmp_buf here;
-  char* stack = nullptr;
-  bool started = false, ended = false;
-  // Operations done so far, by number of lanes that take part (log2), and for the block.
-  int64_t done[6] = {}, block_done = 0;
-  uint64_t slots[6][2] = {};
-};
-
-struct Machine {
-  Fiber fibers[kMaxThreads];
-  jmp_buf scheduler;
-  ucontext_t main;
-  int current = 0, num_threads = 0;
-  const std::function<void()>* body = nullptr;
-  std::mt19937_64 random{std::strtoull(
-      std::getenv("OPER_EMULATION_SEED") ? std::getenv("OPER_EMULATION_SEED") : "1", nullptr, 10)};
-};
-
-inline Machine& machine() {
-  static thread_local Machine instance;
-  return instance;
-}
 
 inline thread_local EmulatedIndex thread_index, block_index, block_size, grid_size;
 
 inline thread_local int64_t num_launches = 0;
 
-[[noreturn]] inline void fail(const char* what) {
-  std::fprintf(stderr, "emulation: %s (block %u, thread %u)\n", what, block_index.x,
-               thread_index.x);
-  std::abort();
-}
+[[noreturn]] void fail(const char* what);
 
-inline void fiber_main() {
-  Machine& m = machine();
-  (*m.body)();
-  m.fibers[m.current].ended = true;
-  _longjmp(m.scheduler, 1);
-}
+// Lets other threads of the block run.
+void give_way();
 
-inline void give_way() {
-  Machine& m = machine();
-  if (_setjmp(m.fibers[m.current].here) == 0) _longjmp(m.scheduler, 1);
-}
+void sync_block();
 
-// One operation among the lanes of `mask` of this warp.
-inline int level_of(unsigned mask) { return __builtin_ctz(__builtin_popcount(mask)); }
+// One operation among the lanes of `mask` of this warp; returns the values by lane, which are valid
+// until the next operation.
+const uint64_t* sync_warp(unsigned mask, uint64_t value);
 
-inline void sync_warp(unsigned mask, uint64_t value) {
-  Machine& m = machine();
-  const int me = m.current, level = level_of(mask), warp = me / 32 * 32;
-  if (!(mask >> (me % 32) & 1)) fail("a lane uses a mask that leaves it out");
-  Fiber& fiber = m.fibers[me];
-  const int64_t turn = fiber.done[level];
-  fiber.slots[level][turn % 2] = value;
-  fiber.done[level] = turn + 1;
-  for (;;) {
-    bool all = true;
-    for (int lane = 0; lane < 32; ++lane) {
-      if (!(mask >> lane & 1)) continue;
-      const Fiber& other = m.fibers[warp + lane];
-      if (other.done[level] > turn) continue;
-      if (other.ended) fail("a lane has ended that others wait for");
-      all = false;
-    }
-    if (all) return;
-    give_way();
-  }
-}
+// The lane of the thread that runs.
+int lane_of_warp();
 
-// Calls body(lane, bits of its value) for the lanes of `mask`.
-template <class Body>
-void all_values(unsigned mask, uint64_t value, Body body) {
-  Machine& m = machine();
-  const int level = level_of(mask), me = m.current;
-  const int64_t turn = m.fibers[me].done[level];
-  sync_warp(mask, value);
-  for (int lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1) body(lane, m.fibers[me / 32 * 32 + lane].slots[level][turn % 2]);
-}
+void run_grid(const std::function<void()>& body, int64_t grid, int block);
 
 template <class T>
 T exchange(unsigned mask, T value, int source_lane) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  Machine& m = machine();
-  const int level = level_of(mask), me = m.current;
-  const int64_t turn = m.fibers[me].done[level];
-  sync_warp(mask, bits);
+  const uint64_t* values = sync_warp(mask, bits);
   if (!(mask >> source_lane & 1)) fail("a shuffle reads a lane outside of its mask");
-  const uint64_t got = m.fibers[me / 32 * 32 + source_lane].slots[level][turn % 2];
   T out;
-  std::memcpy(&out, &got, sizeof(T));
+  std::memcpy(&out, values + source_lane, sizeof(T));
   return out;
-}
-
-inline void sync_block() {
-  Machine& m = machine();
-  const int64_t turn = m.fibers[m.current].block_done++;
-  for (;;) {
-    bool all = true;
-    for (int t = 0; t < m.num_threads; ++t) {
-      if (m.fibers[t].block_done > turn || m.fibers[t].ended) continue;
-      all = false;
-    }
-    if (all) return;
-    give_way();
-  }
-}
-
-inline void run_block(const std::function<void()>& body) {
-  Machine& m = machine();
-  m.body = &body;
-  std::vector<int> order(static_cast<size_t>(m.num_threads));
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), m.random);
-  for (int t = 0; t < m.num_threads; ++t) {
-    char* stack = m.fibers[t].stack;
-    m.fibers[t] = Fiber{};
-    m.fibers[t].stack = stack ? stack : static_cast<char*>(std::malloc(kStackBytes));
-  }
-  volatile size_t at = 0;
-  volatile int left = m.num_threads;
-  while (left > 0) {
-    const int t = order[at];
-    at = at + 1 == order.size() ? 0 : at + 1;
-    Fiber& fiber = m.fibers[t];
-    if (fiber.ended) continue;
-    m.current = t;
-    thread_index.x = static_cast<uint32_t>(t);
-    if (_setjmp(m.scheduler) == 0) {
-      if (fiber.started) _longjmp(fiber.here, 1);
-      fiber.started = true;
-      getcontext(&fiber.start);
-      fiber.start.uc_stack.ss_sp = fiber.stack;
-      fiber.start.uc_stack.ss_size = kStackBytes;
-      fiber.start.uc_link = nullptr;
-      makecontext(&fiber.start, fiber_main, 0);
-      setcontext(&fiber.start);
-    }
-    if (m.fibers[m.current].ended) left = left - 1;
-  }
-}
-
-inline void run_grid(const std::function<void()>& body, int64_t grid, int block) {
-  Machine& m = machine();
-  m.num_threads = block;
-  block_size.x = static_cast<uint32_t>(block);
-  grid_size.x = static_cast<uint32_t>(grid);
-  std::vector<uint32_t> order(static_cast<size_t>(grid));
-  std::iota(order.begin(), order.end(), 0u);
-  std::shuffle(order.begin(), order.end(), m.random);
-  for (uint32_t b : order) {
-    block_index.x = b;
-    run_block(body);
-  }
 }
 
 template <class Kernel, class... Args>
@@ -417,20 +284,23 @@ inline void __syncwarp(unsigned mask) { oper::emulation::sync_warp(mask, 0); }
 inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned mask, bool value) {
+  const uint64_t* values = oper::emulation::sync_warp(mask, value);
   unsigned bits = 0;
-  oper::emulation::all_values(
-      mask, value, [&](int lane, uint64_t one) { bits |= static_cast<unsigned>(one) << lane; });
+  for (unsigned lanes = mask; lanes != 0; lanes &= lanes - 1) {
+    const int lane = __builtin_ctz(lanes);
+    bits |= static_cast<unsigned>(values[lane]) << lane;
+  }
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width) {
-  const int lane = oper::emulation::machine().current % 32;
+  const int lane = oper::emulation::lane_of_warp();
   return oper::emulation::exchange(mask, value, lane / width * width + from % width);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
-  const int lane = oper::emulation::machine().current % 32;
+  const int lane = oper::emulation::lane_of_warp();
   (void)width;
   return oper::emulation::exchange(mask, value, lane ^ distance);
 }
