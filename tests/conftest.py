@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -30,6 +31,12 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     schedule.arrange(items)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are no garbage: to look through them takes part of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

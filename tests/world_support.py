@@ -19,7 +19,8 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
             "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
             "oper.integration.checkpoint.files", "oper.search.planner", "hypothesis.strategies",
-            "tests.runtime_support"]
+            "oper.sharding", "oper.integration.keys.managed_collision", "numpy.ma",
+            "tests.runtime_support", "tests.frozen"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(_PRELOAD)
 
