@@ -11,6 +11,7 @@ layers use oneDNN's kernels where these are faster.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from oper.shmem.batch import Lookup
-
-# On Intel's processors MKL, which torch uses otherwise, is as fast and starts sooner.
-_USES_ONEDNN = torch.backends.mkldnn.is_available() and not (
-    torch.backends.mkl.is_available()
-    and kernel.pairs("/proc/cpuinfo").get("vendor_id") == "GenuineIntel")
-_LARGE = 5_000_000  # number of multiplications from which oneDNN is faster
 
 
 class FusedDLRM(nn.Module):
@@ -117,12 +112,13 @@ class _Perceptrons:
     def __init__(self, layers: list[tuple[nn.Linear, bool]]) -> None:
         self._arguments = ([layer.weight for layer, _ in layers],
                            [layer.bias for layer, _ in layers], [int(relu) for _, relu in layers])
+        self._fewest_products = _fewest_products()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, biases, relu = self._arguments
         done = 0
         for k, weight in enumerate(weights):
-            if _is_large(x, weight):
+            if _uses_onednn(x, weight, self._fewest_products):
                 if done < k:
                     x = torch.ops.oper.perceptrons(x, *(a[done:k] for a in self._arguments))
                 x = torch.ops.mkldnn._linear_pointwise(
@@ -132,12 +128,21 @@ class _Perceptrons:
             x, *(a[done:] for a in self._arguments))
 
 
-def _is_large(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN should multiply float32 x [B, I] by a weight [O, I]. On AMD processors it does
-    so up to twice as fast as MKL, which torch uses otherwise, but a call takes 10 us longer.
-    Exported programs, whose batch size may vary, use MKL."""
-    return (not torch.compiler.is_exporting() and x.shape[0] * weight.numel() >= _LARGE
-            and _USES_ONEDNN and bool(torch.backends.mkldnn.enabled)
+def _fewest_products() -> float:
+    """Return the number of multiplications in a layer from which oneDNN is faster than MKL, which
+    torch uses otherwise: on AMD processors it is up to twice as fast, but a call takes 10 us
+    longer. On Intel's, MKL is as fast and starts sooner: infinite."""
+    is_slower = not torch.backends.mkldnn.is_available() or (
+        torch.backends.mkl.is_available()
+        and kernel.pairs("/proc/cpuinfo").get("vendor_id") == "GenuineIntel")
+    return math.inf if is_slower else 5_000_000
+
+
+def _uses_onednn(x: torch.Tensor, weight: torch.Tensor, fewest_products: float) -> bool:
+    """Whether oneDNN should multiply float32 x [B, I] by a weight [O, I]. Exported programs, whose
+    batch size may vary, use MKL."""
+    return (not torch.compiler.is_exporting() and x.shape[0] * weight.numel() >= fewest_products
+            and bool(torch.backends.mkldnn.enabled)
             and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"))
 
 
@@ -155,6 +160,7 @@ class _OfUsers:
     def __init__(self, tables: PublishedTables, layers: list[tuple[nn.Linear, bool]]) -> None:
         (self._first, self._has_relu), *rest = layers
         self._tables, self._rest = tables, _Perceptrons(rest)
+        self._fewest_products = _fewest_products()
         # Cached: (epoch, key_of, shared_keys, weights of users, weights of samples). Assigned as
         # one tuple, because several threads may call this object.
         self._split: tuple[Any, ...] = (None, None, None)
@@ -169,7 +175,8 @@ class _OfUsers:
         if known.shape[0] > 1:
             known = known.index_select(0, user_of)
         sums = (torch.ops.mkldnn._linear_pointwise(samples, known, of_samples, None, "add")
-                if _is_large(samples, of_samples) else torch.addmm(known, samples, of_samples.t()))
+                if _uses_onednn(samples, of_samples, self._fewest_products)
+                else torch.addmm(known, samples, of_samples.t()))
         return self._rest(sums.relu_() if self._has_relu else sums)
 
     def _weights(self, key_of: torch.Tensor, shared_keys: torch.Tensor, dim: int

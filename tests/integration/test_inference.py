@@ -112,9 +112,8 @@ def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.Monk
         layer, nn.ReLU() if relu else nn.Identity())))
     x = torch.randn(9, sizes[0][0])
     load()
-    monkeypatch.setattr(fused_interaction, "_LARGE",
-                        {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240}.get(large, 1))
-    monkeypatch.setattr(fused_interaction, "_USES_ONEDNN", True)
+    monkeypatch.setattr(fused_interaction, "_fewest_products", lambda: {
+        "none": 1 << 30, "first": 9 * 240, "last": 9 * 240}.get(large, 1))
     with (torch.backends.mkldnn.flags(enabled=large != "off", allow_tf32=None),
           torch.inference_mode(), torch.profiler.profile() as seen):
         found = fused_interaction._Perceptrons(layers)(x)
@@ -129,7 +128,7 @@ def _exported(rank: int, world_size: int, strict: bool) -> bool:
     """Whether exported layers have the outputs of torch's for another batch size."""
     layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     load()
-    fused_interaction._LARGE, fused_interaction._USES_ONEDNN = 5 * 42, True
+    fused_interaction._fewest_products = lambda: 5 * 42
 
     class Exported(nn.Module):
         def __init__(self) -> None:
