@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -45,11 +46,13 @@ class Forked(subprocess.Popen[Any]):
                        shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
                        errread: int, errwrite: int, *_: Any) -> None:
         assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
+        forkserver.ensure_running()
         numbers = {n: n for n in pass_fds} | {
             n: k for n, k in enumerate((p2cread, c2pwrite, errwrite)) if k != -1}
         self._fork = CONTEXT.Process(target=_run, args=(
             list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
-            {n: _Descriptor(k) for n, k in numbers.items()}, os.getpid()),
+            {n: _Descriptor(k) for n, k in numbers.items()}, os.getpid(),
+            forkserver._forkserver._forkserver_address),  # type: ignore[attr-defined]
             daemon=True)  # ends when the test process ends
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
@@ -69,12 +72,16 @@ class Forked(subprocess.Popen[Any]):
 
 
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
-         descriptors: dict[int, int], parent: int) -> None:
+         descriptors: dict[int, int], parent: int, server: str) -> None:
     """Run ``python`` with these arguments, environment, folder and descriptors in the forked
-    process."""
+    process. What it spawns are forks of the same `server`, the address of the fork server."""
     import fcntl
 
     import torch
+
+    ours: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    ours._forkserver_address, ours.ensure_running = server, lambda: None
+    multiprocessing.context._concrete_contexts["spawn"] = CONTEXT  # type: ignore[attr-defined]
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 

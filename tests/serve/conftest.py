@@ -1,0 +1,15 @@
+"""Workers of servers in this process are forks of a process that has imported torch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.multiprocessing
+
+from tests.world_support import CONTEXT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.multiprocessing, "get_context", lambda kind: CONTEXT)
+        yield
