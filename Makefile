@@ -13,7 +13,8 @@ PYTHON ?= python3
 SET ?=
 VENV ?= $(if $(SET),build/venv-$(SET),.venv)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles modules when they are first imported; of most packages that is a part of them.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 DATA ?=
 ARGS ?=
 
@@ -65,19 +66,19 @@ $(BIN)/python:
 $(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "== torch"
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "is there")' 2>/dev/null \
-	  || $(PIP) install $(TORCH_SPEC) \
+	  || $(PIP_INSTALL) $(TORCH_SPEC) \
 	  || { echo "pip finds no '$(TORCH_SPEC)'; taking the default build, which may be large" >&2; \
-	       $(PIP) install $(firstword $(subst +, ,$(TORCH_SPEC))); } \
+	       $(PIP_INSTALL) $(firstword $(subst +, ,$(TORCH_SPEC))); } \
 	  || { echo "Install a build of torch that suits this machine into $(VENV) as pytorch.org" \
 	       "shows, then run make again; or name one with TORCH_SPEC=..." >&2; exit 1; }
 	@echo "== what OPER and its tests need ($(KIND)), while the host library is compiled"
-	@$(PIP) install --quiet $$(grep -E '^(setuptools|numpy)==' requirements/common.txt)
+	@$(PIP_INSTALL) --quiet $$(grep -E '^(setuptools|numpy)==' requirements/common.txt)
 	@# A set of versions may bring another torch, which must be there before the library is compiled.
 	@$(if $(SET),true,$(BIN)/python setup.py -q build_ext --inplace) & build_pid=$$!; status=0; \
-	{ $(PIP) install --quiet -r requirements/$(KIND).txt \
-	  && $(PIP) install --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt; } || status=1; \
+	{ $(PIP_INSTALL) --quiet -r requirements/$(KIND).txt \
+	  && $(PIP_INSTALL) --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt; } || status=1; \
 	wait $$build_pid || status=1; exit $$status
-	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@$(PIP_INSTALL) --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 build: | $(VENV)/.oper-installed
@@ -122,7 +123,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/codespell *.md docs
-	@$(PIP) install --quiet -r requirements/docs.txt
+	@$(PIP_INSTALL) --quiet -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
@@ -134,7 +135,7 @@ sdist: setup
 
 # The settings are in pyproject.toml.
 wheels: setup
-	$(PIP) install --quiet cibuildwheel==4.3.3
+	$(PIP_INSTALL) --quiet cibuildwheel==4.3.3
 	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist
 
 clean:
