@@ -37,15 +37,15 @@ namespace {
 // `total`.
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
-  int64_t sum = 0;
+  uint64_t sum = 0;  // wraps around if lengths do not fit
   bool fit = true;
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = sum;
+    out[i] = static_cast<int64_t>(sum);
     fit &= lengths[i] >= 0 && lengths[i] <= total;
-    sum += lengths[i];
+    sum += static_cast<uint64_t>(lengths[i]);
   }
-  out[n] = sum;
-  return fit && sum == total;
+  out[n] = static_cast<int64_t>(sum);
+  return fit && out[n] == total;
 }
 
 // The numbers 0, 1, ..., count - 1: bounds of bags with one id each. Never freed, as batches in
