@@ -179,16 +179,18 @@ def test_deltas_have_new_rows_that_no_update_touched(tmp_path: Path) -> None:
         assert saver.written_bytes < 10_000
 
 
-@pytest.mark.parametrize("harm", ["bucket", "number", "width", "static"])
+@pytest.mark.parametrize("harm", ["bucket", "number", "width", "static", "twice", "clock"])
 def test_keys_that_do_not_fit_are_refused(harm: str, tmp_path: Path) -> None:
     """Intact files whose records cannot belong to the table."""
     folder = tmp_path / "c"
     model = shard(bag(301), oper.DynamicTable())
     with DeltaCheckpoints(folder, model) as saver:
+        one_key(model, 1 << 40)
         saver.save_full(0)
         one_key(model, *range(40))
         saver.save(1)
         saver.flush()
+    held = torch.where(model.state_dict()["keys"][:, 0] == 1 << 40)[0]
     path = find(folder, folder)[0].files[0][0]
     arrays, meta = read_part(path)
     (k,) = (k for k, item in enumerate(meta["items"]) if item[3] == ["keys"])
@@ -198,12 +200,18 @@ def test_keys_that_do_not_fit_are_refused(harm: str, tmp_path: Path) -> None:
         arrays[f"{k}.slots"][-1] = 300
     elif harm == "width":
         arrays[f"{k}.seen"] = arrays[f"{k}.seen"][:, :1].copy()
+    elif harm == "twice":  # a key of the checkpoint, which the delta does not list
+        slots = arrays[f"{k}.slots"]
+        arrays[f"{k}.keys"][np.abs(slots.astype(int) - int(held)).argmin()] = 1 << 40
+    elif harm == "clock":
+        arrays[f"{k}.seen"][0, 1] = 3
     else:
         meta["items"][k][1] = "other"
     meta = {name: value for name, value in meta.items() if name not in ("kind", "version")}
     write_arrays(path, "oper-delta", 1, arrays, meta)
-    with pytest.raises(FileFormatError, match="cannot load a delta checkpoint"), \
-            DeltaCheckpoints(folder, model) as saver:
+    told = "do not fit its checkpoint" if harm in ("twice", "clock") else (
+        "cannot load a delta checkpoint")
+    with pytest.raises(FileFormatError, match=told), DeltaCheckpoints(folder, model) as saver:
         saver.load()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import oper
 from oper.errors import InvalidInputError
+from oper.integration.checkpoint import key_state
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.keys.directories import row_seed
 from tests.integration.test_dynamic_tables import DIM, ROWS, bag, keys_of, shard, step_of
@@ -101,15 +102,19 @@ def test_a_checkpoint_with_keys_needs_a_table_with_keys(tmp_path: Path) -> None:
     assert torch.equal(plain.weight, before)
 
 
-def test_rows_are_loaded_with_their_keys_or_not_at_all() -> None:
+def test_rows_are_loaded_with_their_keys_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_state, "_CHUNK_RECORDS", 2)
     model, other = shard(bag()), shard(bag())
     for step in range(3):
         step_of(model, step)
     state, before = model.state_dict(), {k: v.clone() for k, v in other.state_dict().items()}
     spoiled = state["candidates"].clone()
     spoiled[0] = torch.tensor([1, 0, 1])
+    twice = state["keys"].clone()
+    twice[-1] = twice[torch.where(twice[:, 2] >= 0)[0][0]]  # in another chunk
     for wrong, strict in (({"weight": state["weight"]}, False),
-                          ({**state, "candidates": spoiled}, True)):
+                          ({**state, "candidates": spoiled}, True),
+                          ({**state, "keys": twice}, True)):
         with pytest.raises((InvalidInputError, RuntimeError), match="dynamic table"):
             other.load_state_dict(wrong, strict=strict)
         after = other.state_dict()

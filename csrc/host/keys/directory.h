@@ -161,9 +161,12 @@ class KeyDirectory {
   // Writes those of the records with these numbers that this rank owns or, if `checks`, only checks
   // all. Returns -1, or the index of the first record that is invalid, cannot be in its bucket or
   // has the key of an earlier one; then nothing has been written. `numbers` must be ascending:
-  // a key is compared with the earlier records of its bucket in this call.
+  // a key is compared with the earlier records of its bucket in this call only.
   int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
                 bool checks);
+  // Number of the first record in this rank's buckets that has the key of an earlier one, or a
+  // clock above `clock`; -1: none. For records that several calls of `write` have written.
+  int64_t first_invalid(bool candidates, uint32_t clock) const;
   // Numbers of the records in this rank's buckets that updates after clock `since` have changed or
   // freed, ascending.
   std::vector<int64_t> changed(bool candidates, uint32_t since) const;

@@ -8,7 +8,7 @@ The entries do not depend on the plan or the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from oper.integration.checkpoint.table_state import (
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.keys.directories import MOST_UPDATES, RECORDS, Keys
 from oper.shmem.tables import ShardedTables
+from oper.tables import KEY_BUCKET_ROWS
 
 _CHUNK_RECORDS = 1 << 20
 
@@ -86,18 +87,14 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
             break
         with noting(errors):
             for part in keys.parts(name):
-                for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
-                    for at in range(0, records.shape[0], _CHUNK_RECORDS):
-                        some = records[at:at + _CHUNK_RECORDS]
-                        first = begin + at
-                        keys.write(name, part, torch.arange(first, first + some.shape[0]), some,
-                                   checks)
-                        if not checks:
-                            continue
-                        require(f"cannot load the {part} of dynamic table {name!r}",
-                                "load a checkpoint of this model",
-                                ("newest clock of a key", latest := int(some[:, 2].max()),
-                                 latest <= clock, f"at most {clock}, the table's clock"))
+                for first, some in _chunks(state_dict[f"{prefix}{part}"]):
+                    keys.write(name, part, torch.arange(first, first + some.shape[0]), some, checks)
+                    if not checks:
+                        continue
+                    require(f"cannot load the {part} of dynamic table {name!r}",
+                            "load a checkpoint of this model",
+                            ("newest clock of a key", latest := int(some[:, 2].max()),
+                             latest <= clock, f"at most {clock}, the table's clock"))
         errors = errors_of_all(all_ranks(tables), [], errors)
     if not errors:
         keys.set_clock(name, clock)
@@ -105,6 +102,18 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     tables.barrier()
     if tables.replicas is not None:
         tables.replicas.check_keys(name)
+
+
+def _chunks(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (number of the first record, records) of an entry's chunks, on every rank. Each chunk
+    repeats the end of the one before, so that some chunk has all records of a bucket:
+    `Keys.write` compares keys only within a call."""
+    before = torch.empty(0, 3, dtype=torch.int64)
+    for begin, records in chunks_of(value):
+        for at in range(0, records.shape[0], _CHUNK_RECORDS):
+            some = torch.cat([before, records[at:at + _CHUNK_RECORDS]])
+            yield begin + at - before.shape[0], some
+            before = some[-KEY_BUCKET_ROWS:]
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:

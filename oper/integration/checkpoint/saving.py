@@ -124,7 +124,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     Raises:
         InvalidInputError: there is no checkpoint, or it is of another model.
-        FileFormatError: the checkpoint is damaged; the tables are unchanged.
+        FileFormatError: the checkpoint is damaged, and the tables are unchanged; or intact deltas
+            do not fit it, and the tables contain a mixture of old and new rows.
         OperError: a rank could not read; the tables then contain a mixture of old and new rows.
         PeerLostError, DeadlineError: a rank has exited or did not arrive in time; the tables may
             contain a mixture of old and new rows.
@@ -191,6 +192,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
             if isinstance(t, ShardedTables) and t.keys is not None:
                 t.keys.flush()  # after the records of the deltas
             t.flush_replicas()
+        ranks.step(lambda: _check_keys(tables))
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)
     if extra is None:
@@ -222,6 +224,13 @@ def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
         for files in delta.files.values():
             for path in files:
                 put_rows(*read_part(path), tables)
+
+
+def _check_keys(tables: list[LogicalRows]) -> None:
+    for t in tables:
+        keys = t.keys if isinstance(t, ShardedTables) else None
+        for name in keys.tables if keys is not None else ():
+            keys.check(name)
 
 
 def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError
+from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.batch import Lookup, SeenKeys, version_of
 from oper.shmem.group.domains import DomainGroup
@@ -340,6 +340,24 @@ class Keys:
                 records[bad].tolist(),
                 "a key of this slot's bucket that no earlier record has, a valid count and clock",
                 "load a checkpoint of a table with the same rows, seed and admit_after")
+
+    def check(self, name: str) -> None:
+        """Check a table's records in this rank's buckets, of which several calls of `write` have
+        written some: each call compares its own records only.
+
+        Raises:
+            FileFormatError: two records have the same key, or one is newer than the table's clock.
+        """
+        handle, clock = self._records(own=True), self.clock(name)
+        for part in self.parts(name):
+            where = handle, self.tables[name], RECORDS[part]
+            bad = int(torch.ops.oper.keys_first_invalid(*where, clock))
+            if bad >= 0:
+                raise FileFormatError(
+                    f"the deltas of dynamic table {name!r} do not fit its checkpoint",
+                    f"{part}, record {bad}", torch.ops.oper.keys_read(*where, bad, bad + 1).tolist(),
+                    f"a key that no other record has, a clock of at most {clock}, the table's",
+                    "remove the folder of deltas, and load the checkpoint again")
 
     def counts(self, name: str) -> KeyCounts:
         """Return statistics of the keys of a table. Collective; call it between two batches."""
