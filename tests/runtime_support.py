@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,7 +149,8 @@ def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[l
 
 def initial_weights(case: Case, seed: int = 7) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return {t.name: torch.empty(t.num_rows, t.dim).uniform_(-0.5, 0.5, generator=g)
+    return {t.name: torch.empty(t.num_rows, t.dim, dtype=torch.float32).uniform_(
+                -0.5, 0.5, generator=g)
             for t in case.tables}
 
 
@@ -465,6 +467,17 @@ def train_virtual(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: O
 
 
 # ---- comparisons ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Change torch's default dtype inside the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def assert_bitwise(a: Any, b: Any, what: str) -> None:

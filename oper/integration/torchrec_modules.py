@@ -165,9 +165,9 @@ class _FusedOptimizer(FusedOptimizer):
     def __init__(self, tables: ShardedTables, names: Mapping[str, str],
                  parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
         self._tables = tables
-        self._names = dict(names)
+        self._names, self._weights = dict(names), dict(weights)
         self._parameters_of = dict(parameters)
-        self._weights = dict(weights)
+        self._others: dict[torch.Tensor, Any] = {}  # see `States`
         own = {full: table for table, full in names.items()}
         for group in tables.param_groups:
             group["params"] = [weights[own[t]] for t in group["tables"]]
@@ -189,7 +189,7 @@ class _FusedOptimizer(FusedOptimizer):
 
         `post_load_state_dict` writes copies that the caller still references back to the tables.
         """
-        return States({x: table for table, x in self._weights.items()}, self._show)
+        return States({x: table for table, x in self._weights.items()}, self._show, self._others)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:

@@ -137,7 +137,8 @@ def as_one(parts: Sequence[Backward]) -> Backward:
             lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
             if weighted:
                 weights.append(batch.weights[begin:end] if batch.weights is not None
-                               else torch.ones(end - begin, device=batch.ids.device))
+                               else torch.ones(end - begin, dtype=torch.float32,
+                                               device=batch.ids.device))
             if not batch.pooled:
                 rows.append(part.grad[taken[k]:taken[k] + end - begin])
                 taken[k] += end - begin

@@ -11,6 +11,7 @@ from torchrec.modules import embedding_configs as configs
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad as TorchRecRowWise, optimizers
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
@@ -20,7 +21,7 @@ from oper.integration.tags import tagged_optimizer
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import uniform_plan
 from tests.integration.module_support import KJT, LR, bag, collection, rows, shard
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, default_dtype
 
 
 def bags(names: str = "ab", rows: int = 20) -> EmbeddingBagCollection:
@@ -148,6 +149,32 @@ def test_schedules_reach_the_tables() -> None:
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 1.0]
 
 
+def test_torchrecs_warmup_reaches_the_tables() -> None:
+    """`WarmupOptimizer` adds a parameter of its own to the state, which is saved and loaded."""
+    found = []
+    for resumes in (False, True):
+        model = oper.shard(bags(), optimizer=oper.RowWiseAdagrad(lr=1.0))
+        optimizer = WarmupOptimizer(
+            model.fused_optimizer, [WarmupStage(WarmupPolicy.LINEAR, 4, 0.25)], lr=0.1)
+        rates = []
+        for k in range(4):
+            rates.append(model.fused_optimizer.param_groups[0]["lr"])
+            step(model, 3, k)
+            optimizer.step()
+            weights = dict(model.state_dict())
+            if resumes and k == 1:
+                state = optimizer.state_dict()
+                step(model, 3)
+                optimizer.step()
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+        assert rates == pytest.approx([0.025, 0.04375, 0.0625, 0.08125])
+        found.append(weights)
+    assert_bitwise(found[0], found[1], "resumed")
+    with pytest.raises(InvalidInputError, match="optimizer state of a table"):
+        optimizer.state[model.embedding_bags["a"].weight] = {}
+
+
 def test_each_optimizer_has_its_parameter_group() -> None:
     collection = bags("abc")
     for name, parameter in collection.named_parameters():
@@ -205,8 +232,11 @@ def test_state_has_torchrecs_names_and_restores_a_step(optimizer: Any, names: tu
     model, other = (oper.shard(bags(), optimizer=optimizer) for _ in range(2))
     step(model, 1, 2)
     step(model, 2, 3, 3)
-    state = model.fused_optimizer.state_dict()
-    assert state["state"]["embedding_bags.a.weight"].keys() == {f"a.{n}" for n in names}
+    with default_dtype(torch.bfloat16):  # in which not every number of steps can be written
+        state = model.fused_optimizer.state_dict()
+    entries = state["state"]["embedding_bags.a.weight"]
+    assert entries.keys() == {f"a.{n}" for n in names}
+    assert all(x.dtype == torch.float32 for x in entries.values())
     other.load_state_dict(model.state_dict())
     other.fused_optimizer.load_state_dict(state)
     for m in (model, other):

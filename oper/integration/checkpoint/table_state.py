@@ -7,7 +7,7 @@ import math
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -230,7 +230,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
                for part, _ in STATE_PARTS[kind]}
     if OPTIMIZERS[kind].counts_steps:
-        entries[f"{label}.step"] = torch.tensor(float(tables.table_steps(name)))
+        entries[f"{label}.step"] = torch.tensor(tables.table_steps(name), dtype=torch.float32)
     return entries
 
 
@@ -249,24 +249,45 @@ class Entries(dict[str, torch.Tensor]):
     support weak references."""
 
 
-class States(Mapping[torch.Tensor, Entries]):
-    """Mapping from weights to the optimizer states of their tables; reads the current values."""
+class States(MutableMapping[torch.Tensor, Any]):
+    """Mapping from weights to the optimizer states of their tables; reads the current values.
 
-    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries]) -> None:
+    Args:
+        tables: table names by weight.
+        show: returns the state of a table.
+        others: states of other parameters. Only these can be set, as TorchRec's `WarmupOptimizer`
+            does, which wraps an optimizer and adds a parameter with the number of its steps.
+    """
+
+    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries],
+                 others: dict[torch.Tensor, Any]) -> None:
         self._of = tables
         self._show = show
+        self._others = others
 
-    def __getitem__(self, weight: torch.Tensor) -> Entries:
-        return self._show(self._of[weight])
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        if parameter in self._of:
+            return self._show(self._of[parameter])
+        return self._others[parameter]
 
-    def __contains__(self, weight: object) -> bool:
-        return weight in self._of
+    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
+        if parameter in self._of:
+            raise InvalidInputError(
+                "cannot replace the optimizer state of a table", "table", self._of[parameter],
+                "values that load_state_dict copies", "call load_state_dict of the optimizer")
+        self._others[parameter] = state
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self._others[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._of or parameter in self._others
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._of)
+        return iter((*self._of, *self._others))
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._of) + len(self._others)
 
 
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
@@ -317,7 +338,7 @@ def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None, seed: 
         # Virtual ranks are threads that share the process-wide generator.
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed * 1000003 + key) % (1 << 63))
-            values = torch.empty(rows, spec.dim)
+            values = torch.empty(rows, spec.dim, dtype=torch.float32)
             if init_fn is None:
                 values.uniform_(-bound, bound)
             else:

@@ -353,9 +353,10 @@ class Keys:
             where = handle, self.tables[name], RECORDS[part]
             bad = int(torch.ops.oper.keys_first_invalid(*where, clock))
             if bad >= 0:
+                (record,) = torch.ops.oper.keys_read(*where, bad, bad + 1).tolist()
                 raise FileFormatError(
                     f"the deltas of dynamic table {name!r} do not fit its checkpoint",
-                    f"{part}, record {bad}", torch.ops.oper.keys_read(*where, bad, bad + 1).tolist(),
+                    f"{part}, record {bad}", record,
                     f"a key that no other record has, a clock of at most {clock}, the table's",
                     "remove the folder of deltas, and load the checkpoint again")
 

@@ -222,7 +222,9 @@ def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimi
     for t in tables:
         what = f"cannot shard table {t.name!r}"
         if t.dim > MAX_DIM:
-            raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns")
+            raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}, the kernels' limit",
+                            "divide its columns among several tables, or leave the module out of "
+                            "modules=")
         if optimizers is not None and t.optimizer != optimizers[t.name].name:
             raise PlanError(what, "plan's optimizer", t.optimizer,
                             f"{optimizers[t.name].name!r}, the optimizer of the table",

@@ -39,8 +39,8 @@ def mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Te
         slots: by group, the slots of `rows`.
         rows: by group, the rows to average, [number of slots, columns].
     """
-    first = torch.zeros(union.size, rows[0].shape[1])
-    total, count = torch.zeros_like(first), torch.zeros(union.size, 1)
+    first = torch.zeros(union.size, rows[0].shape[1], dtype=torch.float32)
+    total, count = torch.zeros_like(first), first.new_zeros(union.size, 1)
     for some, values in zip(slots, rows, strict=True):
         at, x = places(union, some), values.float()
         number = count.index_select(0, at)

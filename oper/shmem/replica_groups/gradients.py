@@ -46,7 +46,7 @@ def add_up(tables: Any, counterparts: Counterparts, group: int, bits: int,
                   reader.take(n, d.dim, torch.float32, bits))
                  for reader, theirs in zip(readers, counts, strict=True) for n in (theirs[k],)]
         union = union_of([s for s, _ in parts])
-        total = torch.zeros(union.size, d.dim)
+        total = torch.zeros(union.size, d.dim, dtype=torch.float32)
         for slots, rows in parts:
             at = places(union, slots)
             total.index_copy_(0, at, total.index_select(0, at) + rows)

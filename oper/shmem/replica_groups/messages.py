@@ -40,7 +40,7 @@ class Reader:
         """Return the next matrix [rows, columns]: with 32 `bits` of `dtype`, as stored; with fewer
         decoded from what `coded` wrote, float32."""
         if bits < 32:
-            found = torch.empty(rows, columns)
+            found = torch.empty(rows, columns, dtype=torch.float32)
             torch.ops.oper.decode_rows(self._next(rows * number_bytes(bits, columns)), bits, found)
             return found
         part = self._next(rows * columns * dtype.itemsize)
