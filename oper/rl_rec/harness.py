@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError, require_fields
-from oper.ranges import Positive, PositiveAmount, rules_of
+from oper.ranges import Amount, Positive, PositiveAmount, rules_of
 from oper.rl_rec.data.batches import Batches, Share, num_batches
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
@@ -50,7 +50,7 @@ class FitOptions:
     epochs: Positive = 100
     batch_size: Positive = 256
     lr: PositiveAmount = 1e-3
-    weight_decay: float = 0.0
+    weight_decay: Amount = 0.0
     max_norm: PositiveAmount = 5.0
     eval_every: Positive = 4
     patience: Positive = 5

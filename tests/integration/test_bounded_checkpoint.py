@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import oper
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
@@ -280,6 +281,59 @@ def test_values_that_cannot_be_loaded_are_not_saved(value: Any, tmp_path: Path) 
         oper.save_checkpoint(tmp_path / "saved", model, dense)
     dense.param_groups[0]["lr"] = 0.1
     assert oper.load_checkpoint(tmp_path / "saved", model, dense) == good
+
+
+@pytest.mark.parametrize("value", [{}, {1: 2}, [{"a": {}}]], ids=str)
+def test_dicts_that_would_change_are_not_saved(value: Any, tmp_path: Path) -> None:
+    model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    with pytest.raises(InvalidInputError, match=r"extra\.run.*keys of type str, and not empty"):
+        oper.save_checkpoint(tmp_path / "saved", model, None, {"run": value})
+
+
+def _modules() -> Any:
+    """Two tables whose paths differ in a prefix that DistributedDataParallel would add."""
+    torch.manual_seed(3)
+    return oper.shard(nn.ModuleDict({
+        "bag": nn.EmbeddingBag(20, 4, mode="sum"), "dense": nn.Linear(8, 1),
+        "module": nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4, mode="sum")})}),
+        optimizer=oper.Adam(lr=0.1))
+
+
+def _train_modules(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    pooled = [of["bag"](torch.tensor([[1, 2], [2, 3]])) for of in (model, model["module"])]
+    model["dense"](torch.cat(pooled, 1)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", [0, 1])  # steps before the full checkpoint
+@pytest.mark.parametrize("steps", [1, 2])  # in all; those after the full checkpoint are a delta
+@pytest.mark.parametrize("kind", ["torch", "torchrec"])
+def test_new_optimizers_get_the_saved_state(kind: str, steps: int, first: int, tmp_path: Path
+                                            ) -> None:
+    def make() -> tuple[Any, Any]:
+        model = _modules()
+        dense = dict(model["dense"].named_parameters())
+        if kind == "torch":
+            return model, torch.optim.Adam(dense.values(), lr=0.1)
+        return model, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.1))
+
+    model, optimizer = make()
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, optimizer) as saver:
+        for step in range(steps):
+            if step == first:
+                saver.save_full(step)
+            _train_modules(model, optimizer)
+        (saver.save if first < steps else saver.save_full)(steps)
+    other, loaded = make()
+    if kind == "torchrec":
+        with pytest.raises(InvalidInputError, match=r"'bias', 'weight'.*call init_state\(\)"):
+            oper.load_checkpoint(tmp_path / "saved", other, loaded)
+        loaded.init_state()
+    oper.load_checkpoint(tmp_path / "saved", other, loaded)
+    for made in ((model, optimizer), (other, loaded)):
+        _train_modules(*made)
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "next step")
 
 
 # ---- survivors save a consistent step, or nothing ------------------------------------------------

@@ -207,6 +207,7 @@ def test_baselines_beat_popularity(name: str) -> None:
     ("ease", {"l2": 0.0}), ("itemknn", {"neighbours": 0}), ("itemknn", {"shrink": -1}),
     ("ials", {"alpha": 0.0}), ("ials", {"dim": 0}), ("recvae", {"dropout": 1.0}),
     ("recvae", {"rounds": 0}), ("multvae", {"hidden": 0}), ("macridvae", {"dropout": 1.0}),
+    ("multvae", {"anneal": float("nan")}), ("multvae", {"beta": -1.0}),
     *(("sasrec", x) for x in ({"heads": 3}, {"heads": 0}, {"loss": "mse"}, {"targets": "none"},
                               {"window": -1})),
     *(("hstu", x) for x in ({"heads": 3}, {"time_buckets": -1}, {"rank_weight": -1.0},
@@ -215,7 +216,7 @@ def test_baselines_beat_popularity(name: str) -> None:
                            {"heads": 3})), ("sa2c", {"q_negatives": 0}),
     ("gru4rec", {"calibration": 2.0}), ("gru4rec", {"steps": 1, "window": 0}),
     *(("cadvae", x) for x in ({"layer": "cubic"}, {"dim": 0}, {"temperature": 0.0}, {"sampled": -1},
-                              {"graph": "some"}, {"layer": "nonlinear", "graph": "free"})),
+                              {"graph": "some"}, {"sharpness": float("inf")}, {"layer": "nonlinear", "graph": "free"})),
     *(("cdt4rec", x) for x in (
         {"dim": 0}, {"heads": 3}, {"state": "first"}, {"dropout": 1.0}, {"backbone": "x"},
         {"gamma": 0.0}, {"negatives": -1}, {"reward_loss": "x"}, {"window": 0},

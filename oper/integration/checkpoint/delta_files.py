@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,7 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
     Loading unpickles only tensors and plain values. Objects of other classes, such as NumPy numbers
     or paths, could be saved, but the checkpoint could not be loaded.
     """
+    _check_keys(what, ("extra",), state.get("extra"))
     for path, value in leaves(state):
         if isinstance(value, torch.Tensor) or _is_plain(value):
             continue
@@ -209,6 +210,18 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
                 what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
                 f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
                 "convert it, for instance by float()") from None
+
+
+def _check_keys(what: str, path: tuple[str, ...], value: Any) -> None:
+    """Raise InvalidInputError for a dict in ``extra`` that a full checkpoint, whose values have
+    names, could not restore."""
+    is_dict = isinstance(value, dict)
+    if is_dict and ((not value and len(path) > 1) or any(type(key) is not str for key in value)):
+        raise InvalidInputError(what, ".".join(path), value, "dicts with keys of type str, and not "
+                                "empty", "convert the keys, and leave empty dicts out")
+    items = value.items() if is_dict else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _check_keys(what, (*path, str(key)), item)
 
 
 def _is_plain(value: Any) -> bool:
@@ -239,21 +252,40 @@ def pack_state(copied: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(data.getbuffer(), np.uint8)
 
 
-def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace the values in `state` by those of a packed state; return its ``extra``.
-
-    Raises:
-        FileFormatError: the packed state is damaged or of another model.
-    """
+def unpack_state(packed: np.ndarray) -> dict[str, Any]:
+    """Undo `pack_state`; raises FileFormatError if the packed state is damaged."""
     try:
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+        return {name: found[name] for name in ("paths", "values", "extra")}
+    except Exception as error:
+        raise FileFormatError("cannot read a delta checkpoint", "state",
+                              f"{type(error).__name__}: {error}", "values of a model",
+                              "remove the folder of deltas") from error
+
+
+def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Sequence[Any]]
+              ) -> dict[str, Any]:
+    """Replace the values in `state` by those of an unpacked state; return its ``extra``.
+
+    Args:
+        found: the result of `unpack_state`.
+        state: the state of the model and its optimizer.
+        missing: paths of values that `state` need not have.
+
+    Raises:
+        FileFormatError: the unpacked state is of another model.
+    """
+    may_add = {tuple(path) for path in missing}
+    try:
         for path, value in zip(found["paths"], found["values"], strict=True):
             if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
                 continue  # of a collection that is not trained here
+            adds = tuple(path) in may_add
             at: Any = state
             for key in path[:-1]:
-                at = at[key]
-            if path[-1] not in at if isinstance(at, dict) else path[-1] >= len(at):
+                at = at.setdefault(key, {}) if adds else at[key]
+            if not adds and (
+                    path[-1] not in at if isinstance(at, dict) else path[-1] >= len(at)):
                 raise KeyError(path[-1])
             at[path[-1]] = value
         extra: dict[str, Any] = found["extra"]

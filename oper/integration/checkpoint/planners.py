@@ -121,6 +121,8 @@ class LoadPlanner(DefaultLoadPlanner):
     chunks piece by piece. Call ``load_state_dict`` afterwards to make the rows visible to all
     ranks. If a load fails, the tables contain a mixture of old and new rows.
 
+    Values named in `optional` may be missing in the checkpoint, and are then left as they are.
+
     With `grown`, a table may have more rows than the checkpoint, as after ``oper vocabulary
     extend``: its first rows and their optimizer states are loaded, and the others stay unchanged.
 
@@ -129,6 +131,7 @@ class LoadPlanner(DefaultLoadPlanner):
     TorchRec's column-wise sharding, see `oper.integration.checkpoint.row_states`.
     """
 
+    optional: frozenset[str] = frozenset()
     _pieces: dict[str, StateOfPieces]
 
     def __init__(self, *args: Any, grown: bool = False, **kwargs: Any) -> None:
@@ -161,6 +164,7 @@ class LoadPlanner(DefaultLoadPlanner):
         rows, others = _split({n: v for n, v in self.state_dict.items() if n not in self._pieces})
         _check_keys(rows, self.state_dict, stored)
         others |= {name: state.buffer for name, state in self._pieces.items()}
+        others = {n: v for n, v in others.items() if n in stored or n not in self.optional}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         for item in plan.items:
             if item.dest_index.fqn in self._pieces:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from oper.errors import (
     DeadlineError,
@@ -34,6 +33,7 @@ from oper.integration.checkpoint.delta_files import (
     put_rows,
     put_state,
     read_part,
+    unpack_state,
 )
 from oper.integration.checkpoint.files import (
     METADATA,
@@ -41,6 +41,12 @@ from oper.integration.checkpoint.files import (
     check_files,
     sum_of,
     write_checksums,
+)
+from oper.integration.checkpoint.late_states import (
+    add_missing,
+    missing_states,
+    placeholder,
+    restore_numbers,
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
@@ -182,8 +188,10 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
     with rows_on_demand():
         state = state_of(model, optimizer)
-        _read(state, path, ranks, grown)
-        extra = _put_states([*deltas, *rest], state)
+        newest = _newest_state([*deltas, *rest])
+        missing = missing_states(state, newest["paths"] if newest else (), optimizer)
+        _read(state, path, ranks, optimizer, newest, grown)
+        extra = put_state(newest, state, missing) if newest else None
         take_over(state, model, optimizer)
     if deltas or rest:
         tables = tables_of(model)
@@ -206,16 +214,12 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     return Restored(extra, path, len(deltas), step if type(step) is int else 0, lost)
 
 
-def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
-    """Put the newest delta's values other than rows into `state`.
-
-    Returns:
-        The delta's ``extra``; None if no delta has such values.
-    """
+def _newest_state(deltas: list[Delta]) -> dict[str, Any] | None:
+    """Return the newest delta's values other than rows; None if no delta has any."""
     for delta in reversed(deltas):
         if 0 in delta.files:
             arrays, _ = read_part(delta.files[0][-1])
-            return put_state(arrays.get("state", np.zeros(0, np.uint8)), state)
+            return unpack_state(arrays.get("state", np.zeros(0, np.uint8)))
     return None
 
 
@@ -265,20 +269,21 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _bare_modules(model: nn.Module) -> dict[str, Any]:
     """Return sharded torch modules in training, by path; TorchRec's have a ``fused_optimizer``."""
-    return {_path(name): module for name, module in model.named_modules()
+    return {name or _PLAIN: module for name, module in _unwrapped(model).named_modules()
             if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None}
 
 
 def _trained(model: nn.Module) -> dict[str, ShardedTables]:
     """Return the collections in training, by path."""
-    return {_path(name): tables for name, module in model.named_modules()
+    return {name or _PLAIN: tables for name, module in _unwrapped(model).named_modules()
             if isinstance(tables := getattr(module, "tables", None), ShardedTables)
             and tables.optimizers is not None}
 
 
-def _path(name: str) -> str:
-    # DistributedModelParallel omits these prefixes in its state_dict, too.
-    return name.removeprefix("_dmp_wrapped_module.").removeprefix("module.") or _PLAIN
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedModelParallel, which may contain
+    DistributedDataParallel; names in DistributedModelParallel's ``state_dict`` have no prefix."""
+    return _inner(getattr(model, "_dmp_wrapped_module", model))
 
 
 def synchronize(model: nn.Module) -> None:
@@ -406,12 +411,18 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     ranks.step(lambda: finish() if ranks.first else None)
 
 
-def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> None:
-    """Read into `state` as ``torch.distributed.checkpoint.load`` does; add the saved ``extra``."""
+def _read(state: dict[str, Any], folder: Path, ranks: Ranks, optimizer: Any,
+          newest: dict[str, Any] | None, grown: bool) -> None:
+    """Read into `state` as ``torch.distributed.checkpoint.load`` does; add the saved ``extra`` and
+    the saved states of parameters that have none in the new `optimizer`. Values of the optimizer
+    that only `newest`, the state of the newest delta, has are left out."""
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
+    planner.optional = frozenset(".".join(map(str, p)) for p in (newest["paths"] if newest else ())
+                                 if p[0] == "optimizer")
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()
+        add_missing(state, metadata, optimizer)
         extra = _stored_extra(metadata)
         if extra:
             state["extra"] = extra
@@ -431,6 +442,7 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> Non
 
     def read() -> None:
         reader.read_data(plan, planner).wait()
+        restore_numbers(state)
 
     ranks.step(read)
 
@@ -441,10 +453,7 @@ def _stored_extra(metadata: Metadata) -> dict[str, Any]:
     for name, keys in (metadata.planner_data or {}).items():
         if keys[0] != "extra":
             continue
-        item = metadata.state_dict_metadata[name]
-        value = (torch.empty(item.size, dtype=item.properties.dtype)
-                 if isinstance(item, TensorStorageMetadata) else None)
-        set_element(places, keys, value)
+        set_element(places, keys, placeholder(metadata, name))
     return dict(places.get("extra", {}))
 
 

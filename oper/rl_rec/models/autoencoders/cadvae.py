@@ -52,7 +52,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
-from oper.ranges import Count, Positive, PositiveAmount, ShareBelowOne, one_of
+from oper.ranges import Amount, Count, Positive, PositiveAmount, Share, ShareBelowOne, one_of
 from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
     acyclicity,
@@ -117,19 +117,19 @@ class CaDVAEConfig(ModelConfig):
     similarity: Annotated[str, one_of("cosine", "dot")] = "cosine"
     temperature: PositiveAmount = 0.1
     concepts: ConceptSource = "clusters"
-    sharpness: float = 4.0
+    sharpness: Amount = 4.0
     graph: GraphSource = "fit"
-    threshold: float = 0.3
+    threshold: Amount = 0.3
     dropout: ShareBelowOne = 0.5
     unit_mean: bool = True
     prior_std: PositiveAmount = 0.075
     label_std: PositiveAmount = 1.0
-    beta_eps: float = 0.2
-    beta_z: float = 0.02
-    anneal: float = 0.5
-    label_weight: float = 1.0
-    mask_weight: float = 0.1
-    l1: float = 0.01
+    beta_eps: Amount = 0.2
+    beta_z: Amount = 0.02
+    anneal: Share = 0.5
+    label_weight: Amount = 1.0
+    mask_weight: Amount = 0.1
+    l1: Amount = 0.01
     sampled: Count = 0
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class MacridVAEConfig(CaDVAEConfig):
     num_concepts: Positive = 7
     concepts: ConceptSource = "learned"
     graph: GraphSource = "none"
-    beta_z: float = 0.0
+    beta_z: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.ranges import Count, Positive, ShareBelowOne
+from oper.ranges import Amount, Count, Positive, Share, ShareBelowOne
 from oper.rl_rec.models.autoencoders.item_tables import (
     Candidates,
     ItemBags,
@@ -52,11 +52,11 @@ class MultVAEConfig(ModelConfig):
 
     hidden: Positive = 600
     dim: Positive = 200
-    decoder_hidden: int = 600
+    decoder_hidden: Count = 600
     item_bias: bool = True
     dropout: ShareBelowOne = 0.5
-    beta: float = 0.2
-    anneal: float = 0.5
+    beta: Amount = 0.2
+    anneal: Share = 0.5
     sampled: Count = 0
 
 
