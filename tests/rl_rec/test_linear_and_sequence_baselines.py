@@ -216,7 +216,8 @@ def test_baselines_beat_popularity(name: str) -> None:
                            {"heads": 3})), ("sa2c", {"q_negatives": 0}),
     ("gru4rec", {"calibration": 2.0}), ("gru4rec", {"steps": 1, "window": 0}),
     *(("cadvae", x) for x in ({"layer": "cubic"}, {"dim": 0}, {"temperature": 0.0}, {"sampled": -1},
-                              {"graph": "some"}, {"sharpness": float("inf")}, {"layer": "nonlinear", "graph": "free"})),
+                              {"graph": "some"}, {"sharpness": float("inf")},
+                              {"layer": "nonlinear", "graph": "free"})),
     *(("cdt4rec", x) for x in (
         {"dim": 0}, {"heads": 3}, {"state": "first"}, {"dropout": 1.0}, {"backbone": "x"},
         {"gamma": 0.0}, {"negatives": -1}, {"reward_loss": "x"}, {"window": 0},
