@@ -84,6 +84,7 @@ class ShardedTables(TableUpdates):
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
     resolves_across_domains = False  # whether `resolve` works with several memory domains
     operators: Any = torch.ops.oper  # namespace of the operators on batches
+    tracker: object = None  # identifies the `ChangedRows` that gets the marks of updates
     # Attributes that depend on the plan; `take_over` replaces them.
     _plan_attributes: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")

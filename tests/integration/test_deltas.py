@@ -55,6 +55,39 @@ def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
     return flat(state_of(model))
 
 
+def test_two_savers_of_a_model_lose_no_rows(tmp_path: Path) -> None:
+    """Marks of changed rows exist once, so a saver whose marks another one has taken, or that was
+    closed, saves a full checkpoint."""
+    model = sharded(1, 3)
+    savers = [DeltaCheckpoints(tmp_path / name, model, fused(model)) for name in "ab"]
+    for step in range(5):
+        train(model, 0, 1, range(step, step + 1))
+        for saver in (savers[0], savers[step % 2]):
+            saver.save(step)
+    for saver in savers:
+        saver.close()
+    train(model, 0, 1, range(5, 6))
+    for name, saver in zip("ab", savers, strict=True):
+        saver.save(5)
+        saver.close()
+        other = sharded(1, 3, seed=9)
+        oper.load_checkpoint(tmp_path / name, other, fused(other))
+        assert_bitwise(flat(state_of(other)), flat(state_of(model)), name)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "1", None])
+def test_steps_that_could_not_be_loaded_are_refused(step: Any, tmp_path: Path) -> None:
+    model = sharded(1, 3)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(np.int64(0))
+        for save in (saver.save, saver.save_full):
+            with pytest.raises(InvalidInputError, match=r"step=.*an integer >= 0"):
+                save(step)
+        saver.save(np.int64(2))
+    assert oper.load_checkpoint(tmp_path / "c", sharded(1, 3, seed=9)) == {}
+    assert find(tmp_path / "c", tmp_path / "c")[0].step == 2
+
+
 @pytest.mark.parametrize("world_size, plan", [(1, 3), (2, 101), (2, 5)])
 def test_a_checkpoint_and_its_deltas_restore_the_run(world_size: int, plan: int, tmp_path: Path
                                                      ) -> None:

@@ -110,6 +110,7 @@ class DeltaCheckpoints:
         Args:
             step, extra: as for `save`.
         """
+        step = _checked(step)
         self.wait()
         save_checkpoint(self._place, self._model, self._optimizer, extra)
         self._begin(0, step)
@@ -156,8 +157,9 @@ class DeltaCheckpoints:
         """Save the changes since the last delta or full checkpoint, in the background.
 
         Call it on all ranks after the same step; ranks do not wait for each other. If there is no
-        full checkpoint yet, or rows were changed other than by training, a full checkpoint is saved
-        instead, which is collective. With replica groups the call is collective, too: it first
+        full checkpoint yet, or rows were changed other than by training, or another
+        `DeltaCheckpoints` of the model has saved since, a full checkpoint is saved instead, which
+        is collective. With replica groups the call is collective, too: it first
         synchronizes the groups (`oper.synchronize`), so that the delta has the rows that all groups
         have after this step.
 
@@ -166,8 +168,10 @@ class DeltaCheckpoints:
             extra: as for `oper.save_checkpoint`.
 
         Raises:
+            InvalidInputError: `step` is not an integer >= 0.
             OperError: an earlier delta could not be written; call `save_full`.
         """
+        step = _checked(step)
         synchronize(self._model)  # first, since the other ranks of replica groups wait for this one
         self._raise_problem()
         taken = [c.take() for c in self._changed] if self._folder is not None else [None]
@@ -300,6 +304,14 @@ class DeltaCheckpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OperError) if kind else contextlib.nullcontext():
             self.close()
+
+
+def _checked(step: Any) -> int:
+    """Return the number of a step as a plain integer, which NumPy's are not."""
+    if not isinstance(step, int | np.integer) or step < 0:
+        raise InvalidInputError(_WHAT, "step", step, "an integer >= 0",
+                                "pass the number of the training step")
+    return int(step)
 
 
 class _Parts:

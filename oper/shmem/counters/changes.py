@@ -41,6 +41,9 @@ class ChangedKeys:
 class ChangedRows:
     """Tracks which rows of this rank updates have changed, with one bit per row.
 
+    The bits belong to the tables, so only the last tracker that was made or restarted has them.
+    For the others, and after `stop`, `take` returns None.
+
     Changes of the directories of dynamic tables need no marks: every change has the clock of its
     update.
 
@@ -59,6 +62,7 @@ class ChangedRows:
                 "save complete checkpoints instead of deltas")
         self.tables = tables
         self._of = (0, -1)
+        self._token = object()  # `ShardedTables.tracker` since `restart`
         self.restart()
 
     def restart(self) -> None:
@@ -69,6 +73,7 @@ class ChangedRows:
                 "none before rows are tracked, since replays of such steps mark no rows",
                 "track changed rows (make DeltaCheckpoints) before the capture")
         self._of = self._now()
+        self._token = self.tables.tracker = object()
         keys = self.tables.keys
         self._clocks = {name: keys.clock(name) for name in keys.tables} if keys else {}
         # The time to live may have been different before.
@@ -91,10 +96,10 @@ class ChangedRows:
 
         Returns:
             Slots uint32 [n], ascending, by directory. None if other rows may have changed as well,
-                because rows were written and flushed, or the tables were moved to another plan;
-                then treat all rows as changed and call `restart`.
+                because rows were written and flushed, the tables were moved to another plan, or
+                another tracker has taken marks; then treat all rows as changed and call `restart`.
         """
-        if self._now() != self._of:
+        if self._now() != self._of or self._token is not self.tables.tracker:
             return None
         return {k: self._call("take_changes", k).numpy().view(np.uint32)
                 for k in range(len(self.tables.directories))}
@@ -127,6 +132,9 @@ class ChangedRows:
             to.copy_(rows[torch.from_numpy(slots.astype(np.int64)).to(rows.device)])
 
     def stop(self) -> None:
-        """Stop marking rows."""
+        """Stop marking rows, unless another tracker needs the marks."""
+        if self._token is not self.tables.tracker:
+            return
+        self.tables.tracker = None
         if self.tables._heap is not None:
             self._call("mark_changes", False)
