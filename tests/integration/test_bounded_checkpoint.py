@@ -290,6 +290,16 @@ def test_dicts_that_would_change_are_not_saved(value: Any, tmp_path: Path) -> No
         oper.save_checkpoint(tmp_path / "saved", model, None, {"run": value})
 
 
+def test_moments_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o(lr=0.1))
+                     for o in (oper.Adam, oper.Adagrad))
+    oper.save_checkpoint(tmp_path / "saved", saved)
+    before = loaded.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=r"momentum1'.*exp_avg_sq.*optimizer of the run"):
+        oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, before)
+
+
 def _modules() -> Any:
     """Two tables whose paths differ in a prefix that DistributedDataParallel would add."""
     torch.manual_seed(3)

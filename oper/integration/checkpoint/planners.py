@@ -105,6 +105,17 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
                                     "shard it with the argument `dynamic` of the run that saved")
 
 
+def _check_states(rows: Iterable[str], wanted: Container[str], stored: Container[str]) -> None:
+    """Raise InvalidInputError if the checkpoint has second moments for a table whose optimizer has
+    none: then the first moments have another meaning as well, although they have the same name."""
+    for name in rows:
+        other = name.removesuffix("momentum1") + "exp_avg_sq"
+        if name.endswith(".momentum1") and other in stored and other not in wanted:
+            raise InvalidInputError(f"cannot load {name!r}", "saved with it", other,
+                                    "the states of this optimizer only",
+                                    "shard with the optimizer of the run that saved")
+
+
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
     """Whether this rank owns any part of a stored chunk."""
     begin, num_rows = chunk.offsets[0], chunk.sizes[0]
@@ -163,6 +174,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._pieces[name] = StateOfPieces(name, value, found, self.metadata)
         rows, others = _split({n: v for n, v in self.state_dict.items() if n not in self._pieces})
         _check_keys(rows, self.state_dict, stored)
+        _check_states(rows, self.state_dict, stored)
         others |= {name: state.buffer for name, state in self._pieces.items()}
         others = {n: v for n, v in others.items() if n in stored or n not in self.optional}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
