@@ -196,7 +196,7 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
     Loading unpickles only tensors and plain values. Objects of other classes, such as NumPy numbers
     or paths, could be saved, but the checkpoint could not be loaded.
     """
-    _check_keys(what, ("extra",), state.get("extra"))
+    _check_dicts(what, ("extra",), state.get("extra"))
     for path, value in leaves(state):
         if isinstance(value, torch.Tensor) or _is_plain(value):
             continue
@@ -212,7 +212,7 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
                 "convert it, for instance by float()") from None
 
 
-def _check_keys(what: str, path: tuple[str, ...], value: Any) -> None:
+def _check_dicts(what: str, path: tuple[str, ...], value: Any) -> None:
     """Raise InvalidInputError for a dict in ``extra`` that a full checkpoint, whose values have
     names, could not restore."""
     is_dict = isinstance(value, dict)
@@ -221,7 +221,7 @@ def _check_keys(what: str, path: tuple[str, ...], value: Any) -> None:
                                 "empty", "convert the keys, and leave empty dicts out")
     items = value.items() if is_dict else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        _check_keys(what, (*path, str(key)), item)
+        _check_dicts(what, (*path, str(key)), item)
 
 
 def _is_plain(value: Any) -> bool:

@@ -75,8 +75,9 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         model: saved as ``model``; under DDP and DistributedModelParallel with the names of the
             wrapped module.
         optimizer: any object with ``state_dict``, saved as ``optimizer``, such as a
-            ``fused_optimizer`` or a ``CombinedOptimizer``. Optimizer states of sharded
-            ``nn.Embedding`` and ``nn.EmbeddingBag`` modules are always saved, as ``tables``.
+            ``fused_optimizer`` or a ``CombinedOptimizer``. The states of a TorchRec collection's
+            tables are saved only if it contains their ``fused_optimizer``; those of sharded
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` modules always, as ``tables``.
         extra: tensors and plain values (numbers, strings, lists, dicts), equal on all ranks; saved
             as ``extra``.
         chunk_bytes: maximum size of the chunks in which rows are copied and written.
@@ -232,9 +233,9 @@ def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
 
 def _check_keys(tables: list[LogicalRows]) -> None:
     for t in tables:
-        keys = t.keys if isinstance(t, ShardedTables) else None
-        for name in keys.tables if keys is not None else ():
-            keys.check(name)
+        if isinstance(t, ShardedTables) and t.keys is not None:
+            for name in t.keys.tables:
+                t.keys.check(name)
 
 
 def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
