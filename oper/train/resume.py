@@ -16,7 +16,7 @@ import torch
 from oper.data import Folder
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
-from oper.integration.checkpoint.files import METADATA
+from oper.integration.checkpoint.files import METADATA, place_of
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
 from oper.support.files import read_json, write_text
@@ -35,14 +35,16 @@ def is_restart() -> bool:
 
 def has_checkpoint(out: str | os.PathLike[str]) -> bool:
     """Whether the folder `out` of a run has a complete checkpoint."""
-    return any((Path(out) / name / METADATA).exists()
-               for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))
+    place = place_of(Path(out) / CHECKPOINT)
+    return any((place.with_name(f"{place.name}{suffix}") / METADATA).exists()
+               for suffix in ("", ".previous"))
 
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
     """Remove an earlier run's checkpoint, from which this run could otherwise resume."""
+    place = place_of(Path(out) / CHECKPOINT)
     for suffix in ("", ".previous", ".saving", ".deltas"):
-        folder = Path(out) / f"{CHECKPOINT}{suffix}"
+        folder = place.with_name(f"{place.name}{suffix}")
         if folder.is_dir():
             shutil.rmtree(folder)
 

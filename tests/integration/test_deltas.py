@@ -59,6 +59,8 @@ def test_two_savers_of_a_model_lose_no_rows(tmp_path: Path) -> None:
     """Marks of changed rows exist once, so a saver whose marks another one has taken, or that was
     closed, saves a full checkpoint."""
     model = sharded(1, 3)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere")  # whose target is written
     savers = [DeltaCheckpoints(tmp_path / name, model, fused(model)) for name in "ab"]
     for step in range(5):
         train(model, 0, 1, range(step, step + 1))
@@ -73,6 +75,10 @@ def test_two_savers_of_a_model_lose_no_rows(tmp_path: Path) -> None:
         other = sharded(1, 3, seed=9)
         oper.load_checkpoint(tmp_path / name, other, fused(other))
         assert_bitwise(flat(state_of(other)), flat(state_of(model)), name)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "a", "b", "b.deltas", "elsewhere", "elsewhere.deltas"}
+    with pytest.raises(InvalidInputError, match="cannot use a URL"):
+        oper.save_checkpoint("s3://bucket/c", model)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "1", None])

@@ -37,6 +37,7 @@ from oper.integration.checkpoint.delta_files import (
     rows_to_numpy,
     write_part,
 )
+from oper.integration.checkpoint.files import place_of
 from oper.integration.checkpoint.on_demand import rows_never
 from oper.integration.checkpoint.saving import (
     Ranks,
@@ -82,7 +83,7 @@ class DeltaCheckpoints:
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
                  memory_bytes: int = MEMORY_BYTES) -> None:
-        self._place = Path(folder).absolute()
+        self._place = place_of(folder)
         self._model, self._optimizer = model, optimizer
         held = tables_of(model)
         found = [t for t in held if isinstance(t, ShardedTables)]

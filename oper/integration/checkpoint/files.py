@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from oper.errors import FileFormatError
-from oper.support.files import check_sizes, damage_as_format_error, read_arrays, write_arrays
+from oper.support.files import (
+    check_local,
+    check_sizes,
+    damage_as_format_error,
+    read_arrays,
+    write_arrays,
+)
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
@@ -43,6 +49,14 @@ _MODULES = {
 }
 _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "BINPERSID", "EXT1",
                     "EXT2", "EXT4", "INST", "OBJ"}
+
+
+def place_of(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder of a checkpoint, with symbolic links resolved: saving replaces the folder,
+    and the previous checkpoint and the deltas are next to it. Raises InvalidInputError for a URL.
+    """
+    check_local(folder)
+    return Path(os.path.realpath(folder))
 
 
 class CheckpointReader(FileSystemReader):

@@ -25,6 +25,7 @@ from oper.integration.checkpoint.delta_files import (
     look,
     open_part,
 )
+from oper.integration.checkpoint.files import place_of
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.counters.changes import EXPIRED
 from oper.support.files import ArrayFile
@@ -123,7 +124,7 @@ class Follower:
             base = base_of(place)
             if base != self._seen[-1]:
                 return  # a new checkpoint has just replaced it
-            folder = folder_of(place) / base
+            folder = folder_of(place_of(place)) / base
             while (at := folder / f"{self._next:06d}").is_dir():
                 delta = look(at, self._next)
                 if not delta.is_complete:

@@ -39,6 +39,7 @@ from oper.integration.checkpoint.files import (
     METADATA,
     CheckpointReader,
     check_files,
+    place_of,
     sum_of,
     write_checksums,
 )
@@ -71,7 +72,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     that all ranks share. The checkpoint contains a CRC-32 of every file.
 
     Args:
-        folder: the folder to write; an existing checkpoint there is replaced.
+        folder: the folder to write; an existing checkpoint there is replaced. A symbolic link
+            stands for its target.
         model: saved as ``model``; under DDP and DistributedModelParallel with the names of the
             wrapped module.
         optimizer: any object with ``state_dict``, saved as ``optimizer``, such as a
@@ -89,7 +91,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     After any of these errors, the previous checkpoint is intact.
     """
-    path = Path(folder).absolute()
+    path = place_of(folder)
     synchronize(model)
     save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
             chunk_bytes)
@@ -174,7 +176,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
 
     `newest_rows` is the argument of `DeltaCheckpoints.load`; `remap` is the parsed re-map.
     """
-    place = Path(folder).absolute()
+    place = place_of(folder)
     synchronize(model)  # rows may only be written while all replica groups have the same rows
     path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)

@@ -10,12 +10,12 @@ aborted, and updates nothing.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from oper.errors import InvalidInputError, OperError
+from oper.integration.checkpoint.files import place_of
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES
 from oper.integration.checkpoint.saving import Alone, save_by, tables_of
 from oper.shmem.counters.progress import Mark, Progress
@@ -88,6 +88,6 @@ class Survivors:
                             "save a checkpoint with all of them")
         if first.rank != min(set(range(first.world_size)) - missing):
             return False
-        path = Path(folder).absolute()
+        path = place_of(folder)
         save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)
         return True
