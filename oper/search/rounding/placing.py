@@ -1,9 +1,8 @@
-"""Placements from candidates: ranks of stripes and owners, such that hot rows are distributed."""
+"""Placements from candidates: the tiers of a table, and the ranks that own them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +12,7 @@ from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import Tally
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.statement import TOUCHED, Problem, TableProblem
+from oper.search.problem.statement import Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.annealing import Part, Shard, single_owner_options
 from oper.search.rounding.candidates import Candidate
@@ -23,17 +22,11 @@ _GOLDEN = 0.6180339887498949
 
 
 class Placer:
-    """Assigns ranks to the tiers of candidates.
-
-    Attributes:
-        load: float64 [W], bytes of distinct rows that each rank serves from the tiers placed so
-            far; used so that no rank gets the hottest rows of all stripes.
-    """
+    """Assigns ranks to the tiers of candidates; `order_ranks` then chooses the ranks' orders."""
 
     def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation, self.single_owner = relaxation, single_owner_options(relaxation)
         self.problem, self.world = relaxation.problem, relaxation.model.machine.world_size
-        self.load = np.zeros(self.world)
 
     def place(self, parts: list[list[Part]], units: tuple[int, ...]) -> list[Placement]:
         """Placements of all tables, given the result of annealing.
@@ -60,9 +53,8 @@ class Placer:
             if shard is not None and self.single_owner[k, option]:
                 tier = self._owned(k, start, stop, option, *shard[1:])
             else:
-                tier = self._ordered(
-                    k, width, self._uneven(k, start, stop, option, units) or self._even(
-                        k, start, stop, option), len(candidate.stops) > 1)
+                tier = self._uneven(k, start, stop, option, units) or self._even(
+                    k, start, stop, option)
             tiers.append(tier)
             start = stop
         return tuple(tiers)
@@ -85,21 +77,6 @@ class Placer:
         kind = self.relaxation.options[option].kind
         return Tier(start, stop, "owned" if owned else "striped", ranks, weights,
                     "push" if kind == PUSH else "pull", "host" if kind == HOST else "device")
-
-    def _ordered(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
-        """The tier with its ranks in ascending order of the bytes that they serve so far in excess
-        of their share, because the first ranks get the hottest rows; an owned tier goes to the
-        first of these ranks."""
-        t, ranks = self.relaxation.tables[k], np.array(tier.ranks)
-        weights = np.array(tier.weights or (1,) * ranks.size)
-        order = np.argsort(self.load[ranks] - weights / weights.sum() * self.load[ranks].sum(),
-                           kind="stable")[:1 if tier.placement == "owned" else None]
-        tier = replace(tier, ranks=tuple(ranks[order].tolist()),
-                       weights=tuple(weights[order].tolist()) if tier.weights else ())
-        pattern = tier.pattern()
-        served = t.shares(tier.start, tier.stop, len(pattern), t.ids_are_positions or several)
-        np.add.at(self.load, pattern, served[TOUCHED] * t.spec.row_bytes * width / t.spec.dim)
-        return tier
 
     def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
                 ) -> Tier | None:

@@ -22,6 +22,7 @@ from oper.search.problem.pins import impose
 from oper.search.rounding.annealing import Annealing, Packed, Part, single_owner_options
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.copies import spread_copies
+from oper.search.rounding.orders import order_ranks
 from oper.search.rounding.placing import Placement, Placer, evaluated
 from oper.search.rounding.ranges import divide_rows
 
@@ -140,10 +141,9 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
 
 def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
            effort: Effort) -> Found:
-    """The placement of `Placer.place`, completed (ranges, copies, pinned rows), and its evaluation.
-    """
+    """The placement of `Placer.place`, completed, and its evaluation."""
     relaxation = pool.relaxation
-    placements = Placer(relaxation).place(parts, units)
+    placements = order_ranks(relaxation, Placer(relaxation).place(parts, units))
     placements = divide_rows(relaxation, placements, effort.over)
     placements = [impose(relaxation.problem.held(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]

@@ -1,0 +1,175 @@
+"""Orders of the ranks of stripes: which rank owns the first rows of a tier, which the second, ...
+
+A stripe deals rows to its ranks in turn, so that ranks own equally many rows, but not equally hot
+ones. A plan with many stripes can choose their orders such that what a rank has more of one table
+it has less of others. Loads of a rank are a vector (phases and groups of terms), so that no single
+measure of the rows decides. A local search swaps two ranks of a stripe, one of which is the
+busiest of a phase, until no swap makes the step shorter. Likewise for master copies of replicas,
+which are dealt in the same way, and for owners of whole tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from oper.plan import Tier
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import NUM_ROWS
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, is_cut, tallied
+
+_POWERS = 16, 64  # exponents of power means that approximate the slowest rank, one by one
+_EXACT = 4  # swaps of a stripe that seem best, whose step is evaluated
+_PASSES = 8  # upper limit of passes over all stripes, for each exponent
+_MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
+_OVERFLOW = 1e3  # a memory overflow x multiplies the step by 1 + 1e3 x
+
+
+def order_ranks(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
+    """Choose the order of the ranks of every tier that several ranks may own.
+
+    Args:
+        relaxation: the cost model and the tables.
+        placements: of each table. A tier with placement "owned" goes to one of its ranks.
+    """
+    search = _Orders(relaxation, placements)
+    for power in _POWERS:
+        search.run(power)
+    return search.placements()
+
+
+class _Orders:
+    """The search. Its items are tiers; an item's tally has one column per rank."""
+
+    def __init__(self, relaxation: Relaxation, placements: Sequence[Placement]) -> None:
+        self.model, self.given = relaxation.model, placements
+        self.class_of = relaxation.classes.of_rank
+        self.hidden = 1e6 * self.model.hidden[:, None]  # [P, 1, W]
+        self.total = tallied(relaxation, list(placements))
+        self.excess = _excess(self.model, relaxation.classes.ranks)
+        self.tiers: dict[tuple[int, int, int], Tier] = {}
+        self.rows: dict[tuple[int, int, int], np.ndarray] = {}
+        for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
+            ordered = t.ids_are_positions or is_cut(pieces)
+            for i, piece in enumerate(pieces):
+                pushed = sum(x.mode == "push" and x.placement != "replicated" for x in piece.tiers)
+                for n, tier in enumerate(piece.tiers):
+                    is_pushed = tier.mode == "push" and tier.placement != "replicated"
+                    world = self.class_of.size
+                    if len(tier.ranks) > 1 and not (is_pushed and pushed > 1) and (
+                            tier.placement != "replicated" or len(tier.ranks) == world):
+                        self.tiers[k, i, n] = tier
+                        self.rows[k, i, n] = self.model.piece_tally(
+                            t, replace(piece, tiers=(tier,)), ordered).rows
+
+    def placements(self) -> list[Placement]:
+        """The placements with the orders found."""
+        return [tuple(replace(p, tiers=tuple(
+            _narrowed(self.tiers.get((k, i, n), x)) for n, x in enumerate(p.tiers)))
+            for i, p in enumerate(pieces)) for k, pieces in enumerate(self.given)]
+
+    def _loads(self, rows: np.ndarray) -> np.ndarray:
+        """Loads of plans whose tallies have these rows (float64 [..., 23, W]), [..., P, 8, W]."""
+        us = self.model.group_us(self.model.units(replace(self.total, rows=rows)))
+        return np.asarray((us - self.hidden).clip(0.0))
+
+    def _steps(self, rows: np.ndarray, loads: np.ndarray, power: int) -> np.ndarray:
+        """Smoothed steps of these plans, with a penalty for memory; float64 [...]."""
+        full = np.array([self.model.evaluation(replace(self.total, rows=x)).fullest for x in rows])
+        return np.asarray(_smoothed(loads, power) * (1 + _OVERFLOW * (full - 1.0).clip(0.0)))
+
+    def run(self, power: int) -> None:
+        """Swap ranks until that does not help."""
+        loads = self._loads(self.total.rows)
+        known = float(self._steps(self.total.rows[None], loads[None], power)[0])
+        spread = {at: float(np.ptp(self._own(rows), axis=0).max())
+                  for at, rows in self.rows.items()}
+        items = [at for at in sorted(spread, key=lambda x: -spread[x])
+                 if spread[at] > _MIN_GAIN * known]
+        for _ in range(_PASSES):
+            before = known
+            for at in items:
+                while True:
+                    tried = self._swapped(at, loads, power)
+                    if not tried:
+                        break
+                    each = np.stack([self.total.rows + (self.rows[at][:, p] - self.rows[at])
+                                     for _, p in tried])
+                    found = self._loads(each)
+                    steps = self._steps(each, found, power)
+                    best = int(steps.argmin())
+                    if steps[best] >= known * (1 - _MIN_GAIN):
+                        break
+                    known, loads = float(steps[best]), found[best]
+                    self.total = replace(self.total, rows=each[best])
+                    pair, seen = tried[best]
+                    self.rows[at] = self.rows[at][:, seen]
+                    self.tiers[at] = _with_swapped(self.tiers[at], *pair)
+            if known >= before * (1 - _MIN_GAIN):
+                break
+
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        """Loads of an item on its owners beyond those of other ranks; float64 [W, P * 8]."""
+        return np.einsum("qr,rqg->rg", rows, self.excess[self.class_of])
+
+    def _swapped(self, at: tuple[int, int, int], loads: np.ndarray, power: int
+                 ) -> list[tuple[tuple[int, int], np.ndarray]]:
+        """The swaps of two ranks of an item that seem best: the ranks, and the permutation of all
+        ranks. Loads of other ranks, which hardly change, are taken not to change at all."""
+        phases, groups, world = loads.shape
+        own = self._own(self.rows[at]).T.reshape(phases, groups, world)
+        ranks = np.array(self.tiers[at].ranks)
+        busy = np.unique(loads.max(axis=1).argmax(axis=-1))
+        busy = busy[np.isin(busy, ranks)]
+        a, b = (x.ravel() for x in np.meshgrid(busy, ranks, indexing="ij"))
+        keep = (a != b) & (self.class_of[a] == self.class_of[b])
+        a, b = a[keep], b[keep]
+        if not a.size:
+            return []
+        more = own[..., b] - own[..., a]  # [P, 8, N]
+        most = loads.max(axis=(1, 2), keepdims=True).clip(1e-30)
+        now, then = ((x / most).clip(0.0) ** power for x in (
+            loads, np.stack([loads[..., a] + more, loads[..., b] - more])))
+        sums = now.sum(axis=(1, 2))[:, None] + (
+            then.sum(axis=0) - now[..., a] - now[..., b]).sum(axis=1)
+        steps = (most[:, 0] * sums.clip(0.0) ** (1 / power)).sum(axis=0)
+        was = (most[:, 0, 0] * now.sum(axis=(1, 2)) ** (1 / power)).sum()
+        out = []
+        for n in np.argsort(steps, kind="stable")[:_EXACT].tolist():
+            if steps[n] < was:
+                seen = np.arange(world)
+                seen[[a[n], b[n]]] = b[n], a[n]
+                out.append(((int(a[n]), int(b[n])), seen))
+        return out
+
+
+def _smoothed(loads: np.ndarray, power: int) -> np.ndarray:
+    """The sum over phases of power means of the loads (float64 [..., P, 8, W]); float64 [...]."""
+    most = loads.max(axis=(-2, -1), keepdims=True).clip(1e-30)
+    mean = ((loads / most) ** power).sum(axis=(-2, -1)) ** (1 / power)
+    return np.asarray((most[..., 0, 0] * mean).sum(axis=-1))
+
+
+def _excess(model: CostModel, classes: Sequence[np.ndarray]) -> np.ndarray:
+    """Load of a unit of each tally row on its owner, beyond that of other ranks of the owner's
+    class; float64 [C, 23, P * 8]."""
+    out = []
+    for ranks in classes:
+        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(model.machine.world_size) == ranks[0])
+        us = model.group_us(model.loads(unit)).reshape(NUM_ROWS, -1, unit.shape[-1])
+        others = us[..., ranks[1:]].mean(axis=-1) if ranks.size > 1 else 0.0
+        out.append(us[..., ranks[0]] - others)
+    return np.stack(out)
+
+
+def _with_swapped(tier: Tier, a: int, b: int) -> Tier:
+    """The tier with two of its ranks swapped."""
+    other = {a: b, b: a}
+    return replace(tier, ranks=tuple(other.get(r, r) for r in tier.ranks))
+
+
+def _narrowed(tier: Tier) -> Tier:
+    return replace(tier, ranks=tier.ranks[:1]) if tier.placement == "owned" else tier
