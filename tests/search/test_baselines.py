@@ -84,9 +84,11 @@ def test_long_bags_are_pushed_and_hot_single_ids_are_not(length, exponent, pushe
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [length] * 8, [exponent] * 8, 4096)
     stated = make_problem(made.tables, made.stats, gpus(4), batch_size=4096, allow=EVERYTHING)
     plan = plan_problem(stated)
-    # The hottest rows decide; a cold tail, touched once each, may go either way.
-    assert {p.tiers[0].mode for t in plan.tables for p in t.pieces} == {
-        "push" if pushes else "pull"}
+    # A few of the hottest rows, or a cold tail, touched once each, may go either way.
+    for t in stated.tables:
+        tiers = [x for p in plan.table(t.spec.name).pieces for x in p.tiers]
+        most = max(tiers, key=lambda x: t.features(x.start, x.stop, True)[IDS])
+        assert most.mode == ("push" if pushes else "pull")
 
 
 def test_lookups_between_hosts_are_pushed_if_that_sends_less():

@@ -56,6 +56,7 @@ _MOVES = 36_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 60
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # the best 1 / 6 of the probes are continued
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
+_CLOSE = 0.1  # share of the target gap at which a configuration, or an annealing, is done
 _REPAIRS = 4  # limit of searches with increasing memory reserves, if plans overflow
 
 
@@ -93,11 +94,11 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         target_gap: stop when step / lower_us - 1 is at most this.
         seed: seed of the search; equal seeds give equal placements unless a deadline ends it.
     """
-    goal = lower_us * (1.0 + target_gap)
+    goal, close = (lower_us * (1.0 + x * target_gap) for x in (1.0, _CLOSE))
     every: list[Found] = []
     reserve = 0.0
     for _ in range(_REPAIRS):
-        every += _placed(bounds, effort, goal, seed, reserve)
+        every += _placed(bounds, effort, (goal, close), seed, reserve)
         over = min(x.score for x in every)[0]
         if not over:
             break
@@ -106,17 +107,22 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     return min(every, key=lambda x: x.score)
 
 
-def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, reserve: float
-            ) -> list[Found]:
+def _placed(bounds: Sequence[Bound], effort: Effort, goals: tuple[float, float], seed: int,
+            reserve: float) -> list[Found]:
     """Placements from all bounds, with a share `reserve` of every memory left free: short
-    annealings from each bound, the best of which are continued."""
+    annealings from each bound, the best of which are continued.
+
+    `goals` are the steps at which no further annealing begins, and at which one ends: its time is
+    spent anyway, so it does not end as soon as it is good enough.
+    """
+    goal = goals[0]
     rng = np.random.default_rng(seed)
     probes: list[tuple[Packed, _Start]] = []
     for n, bound in enumerate(bounds):
         if probes and (effort.over() or min(x.step_us for x, _ in probes) <= goal):
             break
         pool = CandidatePool(bound, reserve)
-        near = bound.lower_bound_us + 0.1 * max(0.0, goal - bound.lower_bound_us)
+        near = bound.lower_bound_us + _CLOSE * max(0.0, goal - bound.lower_bound_us)
         pool.descend(rng, near)
         single_owner = single_owner_options(bound.relaxation)
         anneals = any(single_owner[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
@@ -128,7 +134,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
                 pool.relaxation.tables, pool.chosen(), strict=True)]
             world = pool.relaxation.model.machine.world_size
             return [_found(pool, parts, (1,) * world, effort)]
-        start = _Start(pool, bound, effort, goal, seed + 97 * n)
+        start = _Start(pool, bound, effort, goals, seed + 97 * n)
         probes += [(x, start) for x in start.probes()]
     probes = sorted(probes, key=lambda x: x[0].step_us)[:-(-len(probes) // _CONTINUED)]
     if probes[0][0].step_us > goal and not effort.over():
@@ -153,10 +159,10 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
 class _Start:
     """Annealings from one relaxed solution, with the candidates of `pool`."""
 
-    def __init__(self, pool: CandidatePool, bound: Bound, effort: Effort, goal: float, seed: int
-                 ) -> None:
+    def __init__(self, pool: CandidatePool, bound: Bound, effort: Effort,
+                 goals: tuple[float, float], seed: int) -> None:
         pool.add_thresholds(_CONFIGURATIONS)
-        self.pool, self.effort, self.goal, self.seed = pool, effort, goal, seed
+        self.pool, self.effort, self.goals, self.seed = pool, effort, goals, seed
         self._annealing = Annealing(pool, bound)
         tables, world = len(pool.candidates), pool.relaxation.model.machine.world_size
         self._moves = max(_MOVES // (world + 64), 600 * tables)
@@ -169,7 +175,7 @@ class _Start:
             while len(found) < most:
                 seeds = range(len(found), min(len(found) + _CHAINS, most))
                 found += threads.map(lambda n: self.run(_PROBE, None, n), seeds)
-                if min(x.step_us for x in found) <= self.goal or self.effort.over():
+                if min(x.step_us for x in found) <= self.goals[0] or self.effort.over():
                     break
         return found
 
@@ -178,5 +184,5 @@ class _Start:
         """
         deadline = self.effort.deadline
         left = 0.0 if deadline is None else max(0.05, deadline - time.monotonic())
-        return self._annealing.run(round(share * self._moves), self.goal, 1000 * self.seed + number,
-                                   left, start)
+        return self._annealing.run(round(share * self._moves), self.goals[1],
+                                   1000 * self.seed + number, left, start)
