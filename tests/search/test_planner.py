@@ -118,9 +118,9 @@ def small_problem(seed: int | None = None):
 
 
 def test_a_start_plan_gets_the_rows_that_are_now_hottest(no_search):
-    """Kept with the rows that were hottest before, it was certified, but 20 % slower."""
+    """Kept with the rows that were hottest before, it was certified, but 14 % slower."""
     (one, _), (other, stats) = small_problem(1), small_problem(2)
-    plan = plan_problem(one, target_gap=0.15)
+    plan = plan_problem(one, target_gap=0.15, seed=1)  # one whose step depends on its hottest rows
     assert any(t.head_ids.size for t in plan.tables)
     outdated = verify_plan(plan, other)  # the counts are the same, of other rows
     assert not outdated.certified and "head of table" in outdated.why
@@ -140,7 +140,7 @@ def test_a_start_plan_is_kept_only_if_the_same_search_left_its_gap(no_search, mo
     monkeypatch.setattr("oper.search.rounding.search._MOVES", 1_000_000)
     problem = small_problem()[0]
     loose, plan = plan_problem(problem, target_gap=1.0), plan_problem(problem, target_gap=0.001)
-    assert loose.gap > 0.1 and "search_gap" not in loose.notes
+    assert loose.gap > 0.05 and "search_gap" not in loose.notes
     left = plan.notes["search_gap"]
     assert left == plan.gap > 0.001
     text = Plan.from_text(plan.to_text())

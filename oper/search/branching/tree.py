@@ -38,7 +38,10 @@ _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on
 _CLOSE = 0.05  # tolerance of a node, relative to the gap that is left
 _CLOSEST, _LOOSEST = 1e-4, 0.01  # limits of that tolerance, relative to the step
-_IDLE = 0.05  # weight of a load whose resource has no price
+_IDLE = 0.05  # least price of a resource, where the cost of a table is compared with others
+#: Weight of a load besides the price of its resource. The largest piece lengthens its phase by any
+#: of its loads, whereas of several resources that take equally long, only one may have a price.
+_UNPRICED = 0.35
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +239,7 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
 
 def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Branching]:
     """Branchings at loads that the relaxed solution underestimates, by descending score: the
-    underestimated time, weighted by the price of the resource (at least by `_IDLE`). `limit` is the
+    underestimated time, weighted by the price of the resource plus `_UNPRICED`. `limit` is the
     cutoff without fixed costs, microseconds; for `mixed` see `_largest`."""
     relaxation, limits = node.relaxation, node.node.limits
     if not node.pool.weight.any():  # the node was bounded by given prices, without a solution
@@ -250,7 +253,7 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
         if share > 0:
             slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
     excess = np.where(np.isfinite(slack), largest - slack, 0.0) / max(1e-9, node.lower_bound_us)
-    weight: np.ndarray = np.full(largest.shape, _IDLE)
+    weight: np.ndarray = np.full(largest.shape, _UNPRICED)
     for n, (phase, name, _) in enumerate(relaxation.rows.names):
         if GROUPS.index(name) < NUM_PIECE_GROUPS:
             weight[phase, GROUPS.index(name)] += node.prices[n]
