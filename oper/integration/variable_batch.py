@@ -50,7 +50,7 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
         size = max(size, samples.shape[1])  # the output, of B rows, first holds the bags' rows
     elif size == least:
         return lengths, size, None
-    if not lengths.is_cpu or torch.compiler.is_compiling():
+    if not lengths.is_cpu or (samples is None and torch.compiler.is_compiling()):
         parts = torch.split(lengths, strides)
         padded = torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts])
         return padded, size, None

@@ -37,12 +37,14 @@ class CollectedPasses:
             the backward passes of its lookups so far.
         began: by id of a graph task that is running: `num_steps` of the tables at its first lookup
             or update.
+        nothing: float32 [0], the gradient that every lookup returns for the anchor.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = weakref.ref(tables)
         self.parts: dict[int, tuple[int, list[Backward]]] = {}
         self.began: dict[int, int] = {}
+        self.nothing = torch.zeros_like(tables.anchor)
         # With a gradient already present, autograd adds in place, which is safe from many threads.
         tables.anchor.grad = torch.zeros_like(tables.anchor)
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
@@ -55,7 +57,8 @@ class CollectedPasses:
                 self.parts.pop(task, None)
 
     def _apply(self, anchor: torch.Tensor) -> None:
-        if anchor.grad is None or anchor.grad.requires_grad:  # by a pass with create_graph=True
+        grad = anchor.grad
+        if grad is None or grad.requires_grad:  # by a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
         task = torch._C._current_graph_task_id()
@@ -107,9 +110,10 @@ class _Lookup(torch.autograd.Function):
         return by_feature(out, batch, offsets) if batch.apart else out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor
                  ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        if torch.is_grad_enabled():  # only with create_graph=True
+            return _backward_once(ctx, *grads)
         tables, batch, offsets, frozen = ctx.call
         if (*map(_VERSION, ctx.watched),) != ctx.versions:
             _refuse_changes(batch, ctx.watched, ctx.versions)
@@ -127,14 +131,18 @@ class _Lookup(torch.autograd.Function):
         _, parts = tables.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                      (ctx.thread, []))
         parts.append(Backward(grads, batch, offsets, frozen))
-        return tables.anchor.detach(), weights, None, None
+        return tables.collected.nothing, weights, None, None
 
+
+_backward_once: Any = once_differentiable(_Lookup.backward)
 
 #: ``trained_lookup(tables.anchor, batch.weights, tables, batch)`` returns the embeddings of
 #: `Tables.forward`: one tensor, or a tuple of one per feature if `batch.apart`. If the anchor
 #: requires a gradient, the backward pass updates the tables and both passes are collective. Ids,
 #: weights and shared bags must not change between the passes.
-trained_lookup: Callable[..., Any] = _Lookup.apply
+#: Not by ``_Lookup.apply``, which adds several calls for ``torch.func``: lookups refuse its
+#: transforms.
+trained_lookup: Callable[..., Any] = super(torch.autograd.Function, _Lookup).apply
 
 
 def check_rows(tables: Tables, rows: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ class SeenKeys:
     updates: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: see the comment at `Lookup`
 class SharedBags:
     """The mapping from samples to bags of a pooled batch in which several samples may share a bag.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import weakref
@@ -234,7 +233,7 @@ class ShardedTables(TableUpdates):
                 the number of ids, a bag index of a sample is out of range, or the lookup is within
                 a transform of ``torch.func``.
         """
-        if self.optimizers is None and needs_weight_gradient(batch):
+        if batch.weights is not None and self.optimizers is None and needs_weight_gradient(batch):
             with torch.no_grad():  # between memory domains, the other ranks wait for this lookup
                 self.lookup(batch, has_rows)
             refuse_weight_gradient(batch)
@@ -272,15 +271,16 @@ class ShardedTables(TableUpdates):
 
     def forward_alone(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` without gradients, while other threads may train or move the tables."""
-        at_once = self.lookups_at_once and self._exchange is None
-        with contextlib.nullcontext() if at_once else self.turns.lock:
-            handle = self.handle
-            try:
+        if self._exchange is not None or not self.lookups_at_once:
+            with self.turns.lock:
                 return self.forward(batch)
-            except RuntimeError:
-                if handle == self.handle:
-                    raise
-                return self.forward(batch)  # the tables were closed, moved by another thread
+        handle = self.handle
+        try:
+            return self.forward(batch)
+        except RuntimeError:
+            if handle == self.handle:
+                raise
+            return self.forward(batch)  # the tables were closed, moved by another thread
 
     def is_trained(self) -> bool:
         """Whether lookups need a backward pass: to update tables or, until all ranks are known to

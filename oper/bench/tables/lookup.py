@@ -7,8 +7,8 @@ many threads as all of OPER's processes together.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from oper.bench.core.measure import (
     summaries,
 )
 from oper.bench.core.planning import bytes_read, chosen_plan, gather, joint, slowest, total
+from oper.bench.core.record import elapsed
 from oper.bench.core.workload import EXPONENTS, Workload, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
@@ -48,7 +49,7 @@ FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
      "gather_ceiling_ms", "gather_ceiling_gbps", "forward_fraction_of_ceiling",
-     "python_overhead_us"),
+     "python_overhead_us", "torch_call_us"),
     ("axis", "table_gigabytes", "oper_step_ms", "bytes_moved.lines", "step_ns_per_line_byte",
      "ceiling_ns_per_line_byte"),
     ("oper_update_ms", "fbgemm_update_ms", "ratio_update"))
@@ -139,7 +140,8 @@ class LookupCase(Case):
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
-    """Median microseconds that a lookup call spends outside the kernels, maximum over ranks.
+    """Median microseconds that a lookup call spends outside the kernels, and that a call of torch's
+    ``EmbeddingBag`` for one id takes in the same state of the caches; maxima over ranks.
 
     Measured on the case's batches, which evict Python's code from the caches, and on one batch of
     32 samples, which does not.
@@ -148,17 +150,20 @@ def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]
     ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
     small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
     align, found = aligner(model.tables), []
+    bag, one = torch.nn.EmbeddingBag(1, work.dim, mode="sum"), torch.zeros(1, 1, dtype=torch.int64)
     for batches in (kjts, [small]):
-        spent = []
+        lookup, spent = over(batches, lambda kjt: model(kjt).values()), []
         for k in range(_OVERHEAD_CALLS):
             align()
-            begin = time.perf_counter()
-            model(batches[k % len(batches)]).values()
-            call_s = time.perf_counter() - begin
-            spent.append(call_s - model.tables.phase_ns()["forward"] / 1e9)
-        found.append(1e6 * float(np.median(spent[5:])))
-    cold, warm = slowest(found)
-    return {"python_overhead_us": round(cold, 1), "python_overhead_small_batch_us": round(warm, 1)}
+            call_s = elapsed(functools.partial(lookup, k))
+            outside_s = call_s - model.tables.phase_ns()["forward"] / 1e9
+            if batches is not kjts:
+                align()
+            spent.append((outside_s, elapsed(lambda: bag(one))))
+        found += (1e6 * np.median(spent[5:], axis=0)).tolist()
+    names = ("python_overhead_us", "torch_call_us", "python_overhead_small_batch_us",
+             "torch_call_small_batch_us")
+    return {name: round(us, 1) for name, us in zip(names, slowest(found), strict=True)}
 
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Turns:
                 backward pass.
         """
         # Lookups repeated within a backward pass (checkpointing) run on a thread of autograd.
-        if self.is_alone or torch._C._current_graph_task_id() != -1:
+        if self.is_alone or not self._awaited or torch._C._current_graph_task_id() != -1:
             return
         me = threading.get_ident()
         other = next((t for t, held in self._awaited.values() if t != me and held() is not None),
