@@ -66,6 +66,8 @@ class Evaluation:
         capacity_bytes: float64 [num_domains], memory that each domain has.
         host_bytes: float64 [num_hosts], host memory needed on each host.
         host_capacity_bytes: float64 [num_hosts], host memory that each host has.
+        memory_used: float64 [num_domains + num_hosts], used share of each domain's memory, then of
+            each host's.
     """
 
     phases: tuple[Phase, ...]
@@ -74,6 +76,7 @@ class Evaluation:
     capacity_bytes: np.ndarray
     host_bytes: np.ndarray
     host_capacity_bytes: np.ndarray
+    memory_used: np.ndarray
 
     @property
     def step_us(self) -> float:
@@ -88,13 +91,7 @@ class Evaluation:
     @property
     def fullest(self) -> float:
         """Used share of the fullest memory; above 1 if it overflows."""
-        return float(self.memory_used().max())
-
-    def memory_used(self) -> np.ndarray:
-        """Used share of each domain's memory, then of each host's; float64 [num_domains +
-        num_hosts]."""
-        return np.concatenate([self.domain_bytes / np.maximum(self.capacity_bytes, 1.0),
-                               self.host_bytes / np.maximum(self.host_capacity_bytes, 1.0)])
+        return float(self.memory_used.max())
 
     @property
     def imbalance(self) -> float:

@@ -518,10 +518,9 @@ class CostModel:
         phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k],
                              self.has_local[k])
                        for k, name in enumerate(self.phases))
-        held = tally.rows[Row.HELD]
-        return Evaluation(phases, held, self.machine.per_domain(held), self.machine.capacity_bytes,
-                          self.machine.per_host(tally.rows[Row.HOST_HELD]),
-                          self.machine.host_capacity_bytes)
+        m, held, host_held = self.machine, tally.rows[Row.HELD], tally.rows[Row.HOST_HELD]
+        return Evaluation(phases, held, m.per_domain(held), m.capacity_bytes, m.per_host(host_held),
+                          m.host_capacity_bytes, m.memory_used(held, host_held))
 
 
 def is_ordered(t: TableProblem, entry: TablePlan) -> bool:

@@ -167,6 +167,13 @@ class Machine:
         """Sum per host; float64 [W] -> [num_hosts]."""
         return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
 
+    def memory_used(self, held: np.ndarray, host_held: np.ndarray) -> np.ndarray:
+        """Used share of each domain's memory, then of each host's, from the bytes attributed to
+        ranks, float64 [W]; float64 [num_domains + num_hosts]."""
+        return np.concatenate([
+            self.per_domain(held) / np.maximum(self.capacity_bytes, 1.0),
+            self.per_host(host_held) / np.maximum(self.host_capacity_bytes, 1.0)])
+
 
 def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
                  memory_bytes: int | tuple[int, ...] | None = None) -> Machine:
