@@ -244,6 +244,8 @@ class Problem:
             chosen &= held.placements
         if held.ranks is not None and len(set(held.ranks)) < self.machine.world_size:
             chosen -= {"replicated"}
+        if self.machine.world_size == 1 and len(chosen) > 1:
+            chosen -= {"replicated"}  # would update the rows and then copy them for the same rank
         # Replicas are in device memory.
         return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
 
