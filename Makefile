@@ -13,7 +13,7 @@ PYTHON ?= python3
 SET ?=
 VENV ?= $(if $(SET),build/venv-$(SET),.venv)
 BIN := $(VENV)/bin
-# Python compiles modules when they are first imported; of most packages that is a part of them.
+# Without --no-compile, pip compiles every module, though most are never imported; Python compiles the others on import.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 DATA ?=
 ARGS ?=

@@ -38,9 +38,10 @@ _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on
 _CLOSE = 0.05  # tolerance of a node, relative to the gap that is left
 _CLOSEST, _LOOSEST = 1e-4, 0.01  # limits of that tolerance, relative to the step
-_IDLE = 0.05  # least price of a resource, where the cost of a table is compared with others
-#: Weight of a load besides the price of its resource. The largest piece lengthens its phase by any
-#: of its loads, whereas of several resources that take equally long, only one may have a price.
+_IDLE = 0.05  # least price of a resource when the costs of tables are compared
+#: Added to the price of a load's resource when branchings at loads are compared. Of several
+#: resources that take equally long, often only one has a price, although a large piece lengthens
+#: the phase by its load of any of them.
 _UNPRICED = 0.35
 
 

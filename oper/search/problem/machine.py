@@ -168,8 +168,13 @@ class Machine:
         return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
 
     def memory_used(self, held: np.ndarray, host_held: np.ndarray) -> np.ndarray:
-        """Used share of each domain's memory, then of each host's, from the bytes attributed to
-        ranks, float64 [W]; float64 [num_domains + num_hosts]."""
+        """Return the used share of each domain's memory, then of each host's, float64
+        [num_domains + num_hosts].
+
+        Args:
+            held, host_held: float64 [W], bytes in domain memory and host memory, by the rank that
+                they are attributed to.
+        """
         return np.concatenate([
             self.per_domain(held) / np.maximum(self.capacity_bytes, 1.0),
             self.per_host(host_held) / np.maximum(self.host_capacity_bytes, 1.0)])

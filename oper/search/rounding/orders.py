@@ -1,11 +1,11 @@
-"""Orders of the ranks of stripes: which rank owns the first rows of a tier, which the second, ...
+"""The order of the ranks in every stripe, which decides which rank owns the hottest rows.
 
-A stripe deals rows to its ranks in turn, so that ranks own equally many rows, but not equally hot
-ones. A plan with many stripes can choose their orders such that what a rank has more of one table
-it has less of others. Loads of a rank are a vector (phases and groups of terms), so that no single
-measure of the rows decides. A local search swaps two ranks of a stripe, one of which is the
-busiest of a phase, until no swap makes the step shorter. Likewise for master copies of replicas,
-which are dealt in the same way, and for owners of whole tiers.
+A stripe assigns rows to its ranks round-robin, so ranks own equally many rows, but those of the
+first ranks are hotter. With suitable orders, a rank with hotter rows of one table has colder rows
+of others. A rank has a load in every phase and group of cost terms, so ranks cannot simply be
+sorted by one number. Instead, a local search swaps two ranks of a stripe, one of which is the
+busiest of some phase, until no swap makes the step shorter. Owners of the master copies of
+replicated rows, and owners of whole tiers, are chosen in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, evaluated, is_cut, tallied
 
-_SQUARINGS = 8  # a power mean with exponent 2**8 approximates the slowest rank
+_SQUARINGS = 8  # a sum of powers with exponent 2**8 approximates the load of the slowest rank
 _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
 # A pass over all stripes that shortens the step by a smaller share is the last one. With 100 tables
 # on 128 ranks, the first pass gains 1.5 %, all further ones 0.03 %.
@@ -41,12 +41,21 @@ def order_ranks(relaxation: Relaxation, placements: Sequence[Placement]) -> list
     before = search.placements()
     search.run()
     found = search.placements()
-    # What the search makes shorter is the step with a power mean in place of the slowest rank.
+    # The search minimises an approximation of the step, so the exact step may have become longer.
     return min(found, before, key=lambda x: _penalised(evaluated(relaxation, x)))
 
 
 class _Orders:
-    """The search. Its items are tiers; an item's tally has one column per rank."""
+    """The search. Its items are tiers with several possible orders of their ranks.
+
+    Attributes:
+        hidden: float64 [P, 1, W], declared dense compute that overlaps with each phase, in
+            microseconds.
+        total: the tally of the whole plan.
+        excess: see `_excess`.
+        tiers: by (table, piece, tier), the items with the orders found so far.
+        rows: by item, its part of `total`, float64 [23, W].
+    """
 
     def __init__(self, relaxation: Relaxation, placements: Sequence[Placement]) -> None:
         self.model, self.given = relaxation.model, placements
@@ -76,17 +85,17 @@ class _Orders:
             for i, p in enumerate(pieces)) for k, pieces in enumerate(self.given)]
 
     def _loads(self, rows: np.ndarray) -> np.ndarray:
-        """Loads of a plan with this tally, float64 [23, W]; float64 [P, 8, W]."""
+        """Return the loads, float64 [P, 8, W], of a plan with the tally `rows`, float64 [23, W]."""
         us = self.model.group_us(self.model.units(replace(self.total, rows=rows)))
         return np.asarray((us - self.hidden).clip(0.0))
 
     def _step(self, rows: np.ndarray, loads: np.ndarray) -> float:
-        """Smoothed step of a plan, with a penalty for memory."""
+        """Return the smoothed step, with a penalty if a memory overflows."""
         used = self.model.machine.memory_used(rows[Row.HELD], rows[Row.HOST_HELD])
         return _smoothed(loads) * _penalty(used.max())
 
     def run(self) -> None:
-        """Swap ranks until that does not help."""
+        """Swap ranks until no swap makes the step shorter."""
         loads = self._loads(self.total.rows)
         known = self._step(self.total.rows, loads)
         spread = {at: float(np.ptp(self._own(rows), axis=0).max())
@@ -98,32 +107,35 @@ class _Orders:
             before = known
             for at in items:
                 while (swap := self._best_swap(at, loads)) is not None:
-                    pair, seen = swap
-                    rows = self.total.rows + (self.rows[at][:, seen] - self.rows[at])
+                    pair, permutation = swap
+                    moved = self.rows[at][:, permutation]
+                    rows = self.total.rows + (moved - self.rows[at])
                     found = self._loads(rows)
                     step = self._step(rows, found)
                     if step >= known * (1 - _MIN_GAIN):
                         break
                     known, loads = step, found
                     self.total = replace(self.total, rows=rows)
-                    self.rows[at] = self.rows[at][:, seen]
+                    self.rows[at] = moved
                     self.tiers[at] = _with_swapped(self.tiers[at], *pair)
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
-        """Loads of an item on its owners beyond those of other ranks; float64 [W, P * 8]."""
+        """Return the loads that an item puts on each rank because it owns rows, float64
+        [W, P * 8]."""
         return np.einsum("qr,rqg->rg", rows, self.excess[self.class_of])
 
     def _best_swap(self, at: tuple[int, int, int], loads: np.ndarray
                    ) -> tuple[tuple[int, int], np.ndarray] | None:
-        """The swap of two ranks of an item that seems best: the ranks, and the permutation of all
-        ranks; None if no swap seems to help. Loads of other ranks, which hardly change, are taken
-        not to change at all."""
+        """Return the swap of two ranks of an item that is estimated to be best: the two ranks, and
+        the permutation of all ranks; None if no swap seems to help. The estimate neglects changes
+        of the other ranks' loads, which are small."""
         phases, groups, world = loads.shape
         own = self._own(self.rows[at]).T.reshape(phases, groups, world)
         ranks = np.array(self.tiers[at].ranks)
         busy = np.unique(loads.max(axis=1).argmax(axis=-1))
         busy = busy[np.isin(busy, ranks)]
         a, b = (x.ravel() for x in np.meshgrid(busy, ranks, indexing="ij"))
+        # Only for interchangeable ranks is the tally after a swap a permutation of its columns.
         keep = (a != b) & (self.class_of[a] == self.class_of[b])
         a, b = a[keep], b[keep]
         if not a.size:
@@ -137,13 +149,13 @@ class _Orders:
         n = int(steps.argmin())
         if steps[n] >= (most[:, 0, 0] * now.sum(axis=(1, 2)) ** _ROOT).sum():
             return None
-        seen = np.arange(world)
-        seen[[a[n], b[n]]] = b[n], a[n]
-        return (int(a[n]), int(b[n])), seen
+        permutation = np.arange(world)
+        permutation[[a[n], b[n]]] = b[n], a[n]
+        return (int(a[n]), int(b[n])), permutation
 
 
 def _powers(x: np.ndarray) -> np.ndarray:
-    """`x`, or 0 where it is negative, to the power of the power mean."""
+    """Return max(x, 0) ** 2 ** _SQUARINGS."""
     x = x.clip(0.0)
     for _ in range(_SQUARINGS):
         x *= x
@@ -151,7 +163,8 @@ def _powers(x: np.ndarray) -> np.ndarray:
 
 
 def _smoothed(loads: np.ndarray) -> float:
-    """The sum over phases of power means of the loads, float64 [P, 8, W]."""
+    """Return the approximate step: the sum over phases of an approximate maximum of the loads,
+    float64 [P, 8, W], over groups and ranks."""
     most = loads.max(axis=(1, 2), keepdims=True).clip(1e-30)
     return float((most[:, 0, 0] * _powers(loads / most).sum(axis=(1, 2)) ** _ROOT).sum())
 
@@ -165,8 +178,8 @@ def _penalised(found: Evaluation) -> float:
 
 
 def _excess(model: CostModel, classes: Sequence[np.ndarray]) -> np.ndarray:
-    """Load of a unit of each tally row on its owner, beyond that of other ranks of the owner's
-    class; float64 [C, 23, P * 8]."""
+    """Return by how much a unit of each tally row loads its owner more than it loads the other
+    ranks of the owner's class; float64 [classes, 23, P * 8]."""
     out = []
     for ranks in classes:
         unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(model.machine.world_size) == ranks[0])
@@ -183,4 +196,5 @@ def _with_swapped(tier: Tier, a: int, b: int) -> Tier:
 
 
 def _narrowed(tier: Tier) -> Tier:
+    """Return an owned tier with its first rank as the only owner; others unchanged."""
     return replace(tier, ranks=tier.ranks[:1]) if tier.placement == "owned" else tier

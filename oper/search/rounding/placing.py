@@ -22,7 +22,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class Placer:
-    """Assigns ranks to the tiers of candidates; `order_ranks` then chooses the ranks' orders."""
+    """Assigns ranks to the tiers of candidates; `order_ranks` chooses their order in a tier."""
 
     def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation, self.single_owner = relaxation, single_owner_options(relaxation)

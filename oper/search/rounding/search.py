@@ -56,7 +56,7 @@ _MOVES = 36_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 60
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # the best 1 / 6 of the probes are continued
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
-_CLOSE = 0.1  # share of the target gap at which a configuration, or an annealing, is done
+_CLOSE = 0.1  # share of the target gap at which the choice of configurations and an annealing end
 _REPAIRS = 4  # limit of searches with increasing memory reserves, if plans overflow
 
 
@@ -112,8 +112,9 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goals: tuple[float, float],
     """Placements from all bounds, with a share `reserve` of every memory left free: short
     annealings from each bound, the best of which are continued.
 
-    `goals` are the steps at which no further annealing begins, and at which one ends: its time is
-    spent anyway, so it does not end as soon as it is good enough.
+    `goals` are two step times: that at which no further annealing begins, and a shorter one, at
+    which a running annealing ends. Running ones aim for more than the target, because they hardly
+    take longer for it.
     """
     goal = goals[0]
     rng = np.random.default_rng(seed)
