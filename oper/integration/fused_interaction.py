@@ -130,12 +130,15 @@ class _Perceptrons:
 
 def _fewest_products() -> float:
     """Return the number of multiplications in a layer from which oneDNN is faster than MKL, which
-    torch uses otherwise: on AMD processors it is up to twice as fast, but a call takes 10 us
-    longer. On Intel's, MKL is as fast and starts sooner: infinite."""
-    is_slower = not torch.backends.mkldnn.is_available() or (
-        torch.backends.mkl.is_available()
-        and kernel.pairs("/proc/cpuinfo").get("vendor_id") == "GenuineIntel")
-    return math.inf if is_slower else 5_000_000
+    torch uses otherwise; infinite if it never is.
+
+    On AMD processors oneDNN is up to twice as fast, but a call takes 10 us longer. On Intel's, MKL
+    is as fast, and its calls are shorter.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return math.inf
+    is_intel = kernel.pairs("/proc/cpuinfo").get("vendor_id") == "GenuineIntel"
+    return math.inf if is_intel and torch.backends.mkl.is_available() else 5_000_000
 
 
 def _uses_onednn(x: torch.Tensor, weight: torch.Tensor, fewest_products: float) -> bool:

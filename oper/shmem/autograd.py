@@ -37,7 +37,7 @@ class CollectedPasses:
             the backward passes of its lookups so far.
         began: by id of a graph task that is running: `num_steps` of the tables at its first lookup
             or update.
-        nothing: float32 [0], the gradient that every lookup returns for the anchor.
+        nothing: zeros like the anchor, the gradient that every lookup returns for it.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -134,14 +134,16 @@ class _Lookup(torch.autograd.Function):
         return tables.collected.nothing, weights, None, None
 
 
+# With create_graph=True, the gradients must refuse a second differentiation. The decorator takes
+# time in every pass, so others do without.
 _backward_once: Any = once_differentiable(_Lookup.backward)
 
 #: ``trained_lookup(tables.anchor, batch.weights, tables, batch)`` returns the embeddings of
 #: `Tables.forward`: one tensor, or a tuple of one per feature if `batch.apart`. If the anchor
 #: requires a gradient, the backward pass updates the tables and both passes are collective. Ids,
 #: weights and shared bags must not change between the passes.
-#: Not by ``_Lookup.apply``, which adds several calls for ``torch.func``: lookups refuse its
-#: transforms.
+#: ``Function.apply`` would first make several calls for ``torch.func``, whose transforms lookups
+#: refuse; the ``apply`` of its base class does not.
 trained_lookup: Callable[..., Any] = super(torch.autograd.Function, _Lookup).apply
 
 

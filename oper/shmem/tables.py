@@ -83,7 +83,7 @@ class ShardedTables(TableUpdates):
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
     resolves_across_domains = False  # whether `resolve` works with several memory domains
     operators: Any = torch.ops.oper  # namespace of the operators on batches
-    tracker: object = None  # identifies the `ChangedRows` that gets the marks of updates
+    tracker: object = None  # the token of the `ChangedRows` that owns the marks of changed rows
     # Attributes that depend on the plan; `take_over` replaces them.
     _plan_attributes: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")
@@ -280,7 +280,7 @@ class ShardedTables(TableUpdates):
         except RuntimeError:
             if handle == self.handle:
                 raise
-            return self.forward(batch)  # the tables were closed, moved by another thread
+            return self.forward(batch)  # another thread has moved the tables, closing the old ones
 
     def is_trained(self) -> bool:
         """Whether lookups need a backward pass: to update tables or, until all ranks are known to

@@ -286,7 +286,7 @@ def test_values_that_cannot_be_loaded_are_not_saved(value: Any, tmp_path: Path) 
 @pytest.mark.parametrize("value", [{}, {1: 2}, [{"a": {}}]], ids=str)
 def test_dicts_that_would_change_are_not_saved(value: Any, tmp_path: Path) -> None:
     model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
-    with pytest.raises(InvalidInputError, match=r"extra\.run.*keys of type str, and not empty"):
+    with pytest.raises(InvalidInputError, match=r"extra\.run.*not empty, with keys of type str"):
         oper.save_checkpoint(tmp_path / "saved", model, None, {"run": value})
 
 

@@ -140,8 +140,8 @@ class LookupCase(Case):
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
-    """Median microseconds that a lookup call spends outside the kernels, and that a call of torch's
-    ``EmbeddingBag`` for one id takes in the same state of the caches; maxima over ranks.
+    """Median microseconds that a lookup call spends outside the kernels and, for comparison, that a
+    call of torch's ``EmbeddingBag`` for one id takes; maxima over ranks.
 
     Measured on the case's batches, which evict Python's code from the caches, and on one batch of
     32 samples, which does not.
@@ -158,7 +158,7 @@ def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]
             call_s = elapsed(functools.partial(lookup, k))
             outside_s = call_s - model.tables.phase_ns()["forward"] / 1e9
             if batches is not kjts:
-                align()
+                align()  # waiting for the other ranks disturbs the caches as before a small lookup
             spent.append((outside_s, elapsed(lambda: bag(one))))
         found += (1e6 * np.median(spent[5:], axis=0)).tolist()
     names = ("python_overhead_us", "torch_call_us", "python_overhead_small_batch_us",

@@ -213,12 +213,16 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
 
 
 def _check_dicts(what: str, path: tuple[str, ...], value: Any) -> None:
-    """Raise InvalidInputError for a dict in ``extra`` that a full checkpoint, whose values have
-    names, could not restore."""
+    """Raise InvalidInputError for a dict within ``extra`` that a load could not restore.
+
+    A full checkpoint stores each value under its path as text. Empty dicts have no values, and the
+    type of a key is lost.
+    """
     is_dict = isinstance(value, dict)
     if is_dict and ((not value and len(path) > 1) or any(type(key) is not str for key in value)):
-        raise InvalidInputError(what, ".".join(path), value, "dicts with keys of type str, and not "
-                                "empty", "convert the keys, and leave empty dicts out")
+        raise InvalidInputError(what, ".".join(path), value,
+                                "dicts that are not empty, with keys of type str",
+                                "convert the keys, and leave empty dicts out")
     items = value.items() if is_dict else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _check_dicts(what, (*path, str(key)), item)
@@ -270,7 +274,7 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
     Args:
         found: the result of `unpack_state`.
         state: the state of the model and its optimizer.
-        missing: paths of values that `state` need not have.
+        missing: paths of values that are added if `state` does not have them.
 
     Raises:
         FileFormatError: the unpacked state is of another model.
@@ -280,12 +284,12 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
         for path, value in zip(found["paths"], found["values"], strict=True):
             if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
                 continue  # of a collection that is not trained here
-            adds = tuple(path) in may_add
             at: Any = state
+            adds = tuple(path) in may_add
             for key in path[:-1]:
                 at = at.setdefault(key, {}) if adds else at[key]
-            if not adds and (
-                    path[-1] not in at if isinstance(at, dict) else path[-1] >= len(at)):
+            is_known = path[-1] in at if isinstance(at, dict) else path[-1] < len(at)
+            if not (is_known or adds):
                 raise KeyError(path[-1])
             at[path[-1]] = value
         extra: dict[str, Any] = found["extra"]

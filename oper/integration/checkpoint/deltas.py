@@ -160,9 +160,9 @@ class DeltaCheckpoints:
         Call it on all ranks after the same step; ranks do not wait for each other. If there is no
         full checkpoint yet, or rows were changed other than by training, or another
         `DeltaCheckpoints` of the model has saved since, a full checkpoint is saved instead, which
-        is collective. With replica groups the call is collective, too: it first
-        synchronizes the groups (`oper.synchronize`), so that the delta has the rows that all groups
-        have after this step.
+        is collective. With replica groups the call is collective, too: it first synchronizes the
+        groups (`oper.synchronize`), so that the delta has the rows that all groups have after this
+        step.
 
         Args:
             step: number of the step, >= 0, chosen by the caller.
@@ -308,7 +308,7 @@ class DeltaCheckpoints:
 
 
 def _checked(step: Any) -> int:
-    """Return the number of a step as a plain integer, which NumPy's are not."""
+    """Return the number of a step, which may be an integer of NumPy, as an int."""
     if not isinstance(step, int | np.integer) or step < 0:
         raise InvalidInputError(_WHAT, "step", step, "an integer >= 0",
                                 "pass the number of the training step")

@@ -52,8 +52,11 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
 
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder of a checkpoint, with symbolic links resolved: saving replaces the folder,
-    and the previous checkpoint and the deltas are next to it. Raises InvalidInputError for a URL.
+    """Return the path of a checkpoint's folder without symbolic links; raises InvalidInputError for
+    a URL.
+
+    Saving renames the folder, which would replace a link to it. The previous checkpoint and the
+    deltas are in folders next to it, so every path to it must lead to the same ones.
     """
     check_local(folder)
     return Path(os.path.realpath(folder))

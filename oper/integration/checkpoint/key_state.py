@@ -105,9 +105,11 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
 
 
 def _chunks(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (number of the first record, records) of an entry's chunks, on every rank. Each chunk
-    repeats the end of the one before, so that some chunk has all records of a bucket:
-    `Keys.write` compares keys only within a call."""
+    """Yield (number of the first record, records) for the chunks of an entry; collective.
+
+    `Keys.write` compares only the keys of one call. Each chunk therefore begins with the last
+    records of the one before, so that every bucket is in one chunk as a whole.
+    """
     before = torch.empty(0, 3, dtype=torch.int64)
     for begin, records in chunks_of(value):
         for at in range(0, records.shape[0], _CHUNK_RECORDS):

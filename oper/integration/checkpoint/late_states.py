@@ -1,7 +1,7 @@
 """Optimizers that create the state of a parameter in their first step, such as `torch.optim.Adam`.
 
-``torch.distributed.checkpoint`` reads only what the present state contains. Loaded into a new
-optimizer, such a checkpoint would silently leave out the states of all its parameters.
+``torch.distributed.checkpoint`` reads only values that the present state contains. For an optimizer
+that has not made a step, it would silently skip the saved states of all parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STATE = ("optimizer", "state")  # in a checkpoint, followed by the key of a par
 
 def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimizer: Any
                    ) -> list[Sequence[Any]]:
-    """Return the saved values of the optimizer's parameters that have no state yet.
+    """Return the paths of the saved states of those parameters that have no state yet.
 
     Args:
         state: the present state, as `state_of` returns it.
@@ -28,8 +28,8 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
         optimizer: the optimizer to load.
 
     Raises:
-        InvalidInputError: the optimizer is one of TorchRec's, which refuse states that they have
-            not created themselves.
+        InvalidInputError: there are such states, and the optimizer is one of TorchRec's, which
+            load only into a state that exists.
     """
     own = state.get("optimizer")
     if not isinstance(own, dict) or not isinstance(own.get("state"), dict):
@@ -63,8 +63,8 @@ def placeholder(metadata: Metadata, name: str) -> Any:
 
 
 def restore_numbers(state: dict[str, Any]) -> None:
-    """Number the parameters of a torch optimizer by integers again, which checkpoints write as
-    text."""
+    """Turn the parameters' numbers in the state of a torch optimizer, which a checkpoint stores as
+    text, into integers again."""
     own = state.get("optimizer")
     numbers = _numbers(own) if isinstance(own, dict) else {}
     if not numbers or not isinstance(own, dict) or not isinstance(own.get("state"), dict):
@@ -76,6 +76,7 @@ def restore_numbers(state: dict[str, Any]) -> None:
 
 
 def _numbers(own: dict[str, Any]) -> dict[str, int]:
-    """Return the numbers of a torch optimizer's parameters, by their text; empty for others."""
+    """Map the text of the parameters' numbers to the numbers, for torch's optimizers; empty for
+    others, which have names instead."""
     groups = own.get("param_groups") or ()
     return {str(k): k for group in groups for k in group["params"] if type(k) is int}

@@ -107,12 +107,12 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
 
 def _check_states(rows: Iterable[str], wanted: Container[str], stored: Container[str]) -> None:
     """Raise InvalidInputError if the checkpoint has second moments for a table whose optimizer has
-    none: then the first moments have another meaning as well, although they have the same name."""
+    none: ``momentum1`` then has first moments, as of Adam, instead of sums of squares."""
     for name in rows:
         other = name.removesuffix("momentum1") + "exp_avg_sq"
         if name.endswith(".momentum1") and other in stored and other not in wanted:
-            raise InvalidInputError(f"cannot load {name!r}", "saved with it", other,
-                                    "the states of this optimizer only",
+            raise InvalidInputError(f"cannot load {name!r}", "saved second moments", other,
+                                    "none, since the table's optimizer has none",
                                     "shard with the optimizer of the run that saved")
 
 

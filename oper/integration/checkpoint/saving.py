@@ -133,8 +133,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     Raises:
         InvalidInputError: there is no checkpoint, or it is of another model.
-        FileFormatError: the checkpoint is damaged, and the tables are unchanged; or intact deltas
-            do not fit it, and the tables contain a mixture of old and new rows.
+        FileFormatError: a file is damaged; the tables are unchanged. Or the deltas are intact, but
+            do not fit the checkpoint; the tables then contain a mixture of old and new rows.
         OperError: a rank could not read; the tables then contain a mixture of old and new rows.
         PeerLostError, DeadlineError: a rank has exited or did not arrive in time; the tables may
             contain a mixture of old and new rows.
@@ -416,9 +416,12 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
 
 def _read(state: dict[str, Any], folder: Path, ranks: Ranks, optimizer: Any,
           newest: dict[str, Any] | None, grown: bool) -> None:
-    """Read into `state` as ``torch.distributed.checkpoint.load`` does; add the saved ``extra`` and
-    the saved states of parameters that have none in the new `optimizer`. Values of the optimizer
-    that only `newest`, the state of the newest delta, has are left out."""
+    """Read into `state` as ``torch.distributed.checkpoint.load`` does, and add the saved ``extra``
+    and the saved states of parameters that have no state in `optimizer` yet.
+
+    Values of the optimizer that are in `newest`, the state of the newest delta, may be missing in
+    the checkpoint: it may have been saved before the optimizer's first step.
+    """
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
     planner.optional = frozenset(".".join(map(str, p)) for p in (newest["paths"] if newest else ())
                                  if p[0] == "optimizer")

@@ -250,13 +250,13 @@ class Entries(dict[str, torch.Tensor]):
 
 
 class States(MutableMapping[torch.Tensor, Any]):
-    """Mapping from weights to the optimizer states of their tables; reads the current values.
+    """Mapping from parameters to their optimizer states; those of tables are read when needed.
 
     Args:
         tables: table names by weight.
         show: returns the state of a table.
-        others: states of other parameters. Only these can be set, as TorchRec's `WarmupOptimizer`
-            does, which wraps an optimizer and adds a parameter with the number of its steps.
+        others: states of other parameters, the only ones that can be set. TorchRec's
+            `WarmupOptimizer` adds a parameter with its step count to the optimizer that it wraps.
     """
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries],
@@ -274,7 +274,7 @@ class States(MutableMapping[torch.Tensor, Any]):
         if parameter in self._of:
             raise InvalidInputError(
                 "cannot replace the optimizer state of a table", "table", self._of[parameter],
-                "values that load_state_dict copies", "call load_state_dict of the optimizer")
+                "a parameter that is not a table", "call load_state_dict of the optimizer")
         self._others[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:

@@ -342,8 +342,10 @@ class Keys:
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def check(self, name: str) -> None:
-        """Check a table's records in this rank's buckets, of which several calls of `write` have
-        written some: each call compares its own records only.
+        """Check all records of a table in this rank's buckets.
+
+        Needed after several calls of `write`, each of which compares only the records of its own
+        call.
 
         Raises:
             FileFormatError: two records have the same key, or one is newer than the table's clock.
