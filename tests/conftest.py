@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are no garbage: to look through them takes part of a second each time."""
+    """Exclude modules and tests from garbage collections, which would otherwise take part of a
+    second each."""
     gc.collect()
     gc.freeze()
 

@@ -74,7 +74,7 @@ class Forked(subprocess.Popen[Any]):
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
          descriptors: dict[int, int], parent: int, server: str) -> None:
     """Run ``python`` with these arguments, environment, folder and descriptors in the forked
-    process. What it spawns are forks of the same `server`, the address of the fork server."""
+    process. Processes that it spawns are forks of the fork server at the address `server`, too."""
     import fcntl
 
     import torch

@@ -1,5 +1,8 @@
-"""Imported last by the fork server. What it has imported is no garbage in its children, whose
-collections would copy the memory of all these objects: half of the time of most ranks."""
+"""Imported last by the fork server: excludes all objects so far from garbage collections.
+
+Otherwise, a collection in a forked child would write to these objects, so that their memory is
+copied, which takes half of the time of most ranks.
+"""
 
 import gc
 

@@ -120,8 +120,8 @@ class Collector:
                   if not self._seen.intersection(t.features or (t.name,))]
         require("cannot collect statistics of tables without lookups",
                 "pass batches with these features, or only the other tables",
-                ("tables", unseen, not unseen, "a feature of each in the batches, which have "
-                 f"{sorted(self._seen)[:12]}"))
+                ("tables", unseen, not unseen, "at least one feature of each table in the batches, "
+                 f"which have only {sorted(self._seen)[:12]}"))
         return AccessStats(
             self._num_samples,
             {t.name: c.finish() for t, c in zip(self._tables, self._counters, strict=True)},

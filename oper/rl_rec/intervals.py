@@ -50,9 +50,13 @@ def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Inte
 
 
 def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
-    """Bootstrap mean(a) - mean(b), [N] or [S, N] each, paired by user.
+    """Bootstrap mean(a) - mean(b), with both resampled by the same users.
 
-    Seeds are paired too if both have the same number S; otherwise each is averaged over seeds.
+    Args:
+        a, b: values of N users, float [N], or of S seeds, float [S, N]. If both have equally many
+            seeds, these are paired as well; otherwise each is averaged over its seeds.
+        samples: number of bootstrap samples.
+        seed: seed of the resampling.
     """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1:] != b.shape[1:]:

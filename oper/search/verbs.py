@@ -137,7 +137,8 @@ def run_plan(args: argparse.Namespace) -> int:
         given = args.synchronize_delay, args.synchronize_bits
         if given != (0, 32):
             raise UsageError("cannot plan replica groups", "--synchronize-delay, "
-                             "--synchronize-bits", given, "(0, 32) for one group",
+                             "--synchronize-bits", given,
+                             "(0, 32), their defaults, without --synchronize-every",
                              "pass --synchronize-every as well")
         plan = plan_on(topology)
     elif args.objective != "training" or args.start is not None:

@@ -143,7 +143,7 @@ def test_pss_counts_what_is_resident() -> None:
             assert num_descriptors(os.getpid()) > 3
             with mmap.mmap(-1, 4 << 20) as more:
                 unfiled = unfiled_pss_bytes(os.getpid())
-                more[::4096] = bytes(1 << 10)  # of each page
+                more[::4096] = bytes(1 << 10)  # one byte of each page
                 grown = unfiled_pss_bytes(os.getpid()) - unfiled
                 assert 4 << 20 <= grown < 6 << 20
     finally:

@@ -28,7 +28,7 @@ _CXX_FLAGS = ["-Og", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contrac
               # Calls functions of emulation.cpp before each access to memory.
               "-fsanitize=kernel-address", "--param=asan-stack=0", "--param=asan-globals=0",
               "--param=asan-instrumentation-with-call-threshold=0"]
-# Half of the time of these tests is spent there.
+# For emulation.cpp, in which these tests spend half of their time.
 _EMULATION_FLAGS = ["-O2", "-fno-sanitize=kernel-address"]
 
 

@@ -12,7 +12,8 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 
-// Runs a thread of one block after the other, since starting a fiber takes two system calls.
+// Runs one thread of a block, then one of the next block, and so on, because starting a fiber takes
+// two system calls.
 struct Fiber {
   jmp_buf here;
   char* stack = nullptr;
@@ -21,10 +22,10 @@ struct Fiber {
 
 struct Machine {
   Fiber fibers[kMaxThreads];
-  // By threads: operations done so far, by number of lanes that take part (log2), and for the block;
-  // values of the last two operations.
+  // Operations that each thread has done: with lanes of its warp, by log2 of the number of lanes
+  // that take part, and with its block.
   int64_t done[6][kMaxThreads], block_done[kMaxThreads];
-  uint64_t slots[6][2][kMaxThreads];
+  uint64_t slots[6][2][kMaxThreads];  // the values of the last two operations with lanes
   jmp_buf scheduler;
   int current = 0, num_threads = 0;
   const std::function<void()>* body = nullptr;

@@ -56,11 +56,11 @@ def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
 
 
 def test_two_savers_of_a_model_lose_no_rows(tmp_path: Path) -> None:
-    """Marks of changed rows exist once, so a saver whose marks another one has taken, or that was
-    closed, saves a full checkpoint."""
+    """A model marks its changed rows for one saver only. A saver whose marks another one has taken,
+    or that was closed, saves a full checkpoint."""
     model = sharded(1, 3)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "a").symlink_to(tmp_path / "elsewhere")  # whose target is written
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere")  # savers write to the target
     savers = [DeltaCheckpoints(tmp_path / name, model, fused(model)) for name in "ab"]
     for step in range(5):
         train(model, 0, 1, range(step, step + 1))

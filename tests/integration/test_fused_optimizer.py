@@ -232,7 +232,7 @@ def test_state_has_torchrecs_names_and_restores_a_step(optimizer: Any, names: tu
     model, other = (oper.shard(bags(), optimizer=optimizer) for _ in range(2))
     step(model, 1, 2)
     step(model, 2, 3, 3)
-    with default_dtype(torch.bfloat16):  # in which not every number of steps can be written
+    with default_dtype(torch.bfloat16):  # which cannot represent every step count
         state = model.fused_optimizer.state_dict()
     entries = state["state"]["embedding_bags.a.weight"]
     assert entries.keys() == {f"a.{n}" for n in names}

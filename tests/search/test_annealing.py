@@ -223,7 +223,7 @@ def test_orders_of_ranks_are_as_good_as_the_best_of_all_orders(in_order: bool, o
 
 
 def test_a_tier_of_one_owner_goes_to_an_idle_rank() -> None:
-    """Tiers whose owners annealing does not choose."""
+    """For tiers whose owner is not chosen by annealing."""
     stated = problem(3, 2, _hosts(3, 1))
     relaxation = lower_bound(stated).relaxation
     owned: list[Placement] = [(Piece(0, t.spec.dim, (

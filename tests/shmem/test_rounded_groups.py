@@ -53,7 +53,7 @@ def test_rounded_rows_are_averaged(plan: str, optimizer: str, delay: int, bits: 
     monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
     case = rs.dlrm_case(optimizer)
     steps, chosen = rs.make_steps(case, 4, 8), rs.ALL_OPTIMIZERS[optimizer]
-    with rs.default_dtype(torch.bfloat16):  # must not reach the sums
+    with rs.default_dtype(torch.bfloat16):  # must not become the dtype of sums
         got = trained(case, PLANS[plan](case), steps, chosen, 3, delay=delay, bits=bits)
     rounded, exact = (simulated(case, steps, chosen, 3, 2, delay, b) for b in (bits, 32))
 

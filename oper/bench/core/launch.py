@@ -145,9 +145,10 @@ def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
     Args:
         cases: objects with a ``name`` and a method ``measure(progress)``, which returns the case's
             figures. A case without a ``world_size`` is measured in this process. Consecutive cases
-            with equal ``world_size`` and ``shape`` (optional) share ``world_size`` worker processes
-            of ``threads_per_rank`` threads. If such a case has a method ``hosts()``, that is a
-            context manager which yields the launch options of each rank.
+            with equal ``world_size`` and equal ``shape``, an optional attribute, share
+            ``world_size`` worker processes of ``threads_per_rank`` threads. Such cases may have a
+            method ``hosts()``, which returns a context manager that yields the launch options of
+            each rank.
     """
     left = list(cases)
     while left:

@@ -62,8 +62,8 @@ def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
                                                        np.ndarray]]:
-    """Functions that return the tally of a table's rows, by way of holding them (`KINDS` without
-    COPIES, for which see `copy_tallies`).
+    """Return, for each kind of `KINDS` except COPIES, the function that computes the tally of a
+    table's rows that are held in this way; for COPIES see `copy_tallies`.
     """
     return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
             HOST: model.host_rows}

@@ -365,9 +365,9 @@ def _check_shared(specs: Sequence[TableSpec], shared: Mapping[str, float]) -> No
     """Raise InvalidInputError if samples cannot share bags of the features in `shared`."""
     pooled = [f for t in specs if t.pooling != "none" for f in t.features]
     wrong = sorted(shared.keys() - set(pooled))
-    require("cannot state the planning problem", "name features that requests share",
+    require("cannot state the planning problem", "leave other features out of samples_per_bag",
             ("features in samples_per_bag", wrong, not wrong,
-             f"pooled features of the tables, {pooled[:8]}"))
+             f"only pooled features of the tables, {pooled[:8]}"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,

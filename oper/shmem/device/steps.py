@@ -169,7 +169,8 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
             "has used", "run such steps outside of graphs")
     if code == Status.TOO_MANY_IDS:
         raise OperError("cannot look up", "number of ids", detail,
-                        f"< {_MOST_IDS}, and < 2^32 if each id counts once per column piece",
+                        f"< {_MOST_IDS}, and < 2^32 when each id is counted once per column piece "
+                        "of its table",
                         "use smaller batches")
     if code == Status.IDS_WITHOUT_BAGS:
         raise InvalidInputError("bag lengths do not fit the ids", "number of ids", detail,

@@ -109,11 +109,11 @@ def duplication(tables: Tables) -> list[Duplication]:
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
     """Measure `PullCosts` for this rank on this machine.
 
-    Compares reads of own rows with reads of a neighbour's rows, in the column piece and with the
-    neighbour for which the smaller of the two ranks' numbers of own rows is largest. Without such a
-    neighbour, returns the defaults. Then, with a single memory domain, times lookups with and
-    without de-duplication; with several, `per_id` keeps its default. Not collective; no rank may be
-    in an update.
+    Compares reads of own rows with reads of a neighbour's rows in one column piece. The piece and
+    the neighbour are chosen such that both ranks own many of its rows: the smaller of the two
+    numbers is maximised. Without such a neighbour, returns the defaults. Then, with a single memory
+    domain, times lookups with and without de-duplication; with several, `per_id` keeps its default.
+    Not collective; no rank may be in an update.
 
     Args:
         tables: the tables of one rank.

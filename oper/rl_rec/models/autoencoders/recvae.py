@@ -136,7 +136,10 @@ def _with_one(z: torch.Tensor) -> torch.Tensor:
 
 def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
               ) -> torch.Tensor:
-    """Compute the log density [B, d] of the composite prior, by column as in the authors' code."""
+    """Compute the log density of the composite prior at `z` [B, d], separately for every element.
+
+    The result is [B, d]: as in the authors' code, every column has a mixture of its own.
+    """
     zero = torch.zeros_like(z)
     parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
              zip(_PRIOR, (zero, old_mean, zero), (zero, old_log_var, zero + _WIDE), strict=True)]
@@ -144,5 +147,5 @@ def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
 
 
 def log_normal(z: torch.Tensor, mean: torch.Tensor, log_var: torch.Tensor) -> torch.Tensor:
-    """Compute the log density of independent normal distributions by column, [B, d]."""
+    """Compute the log density [B, d] of a normal distribution at each element of `z` [B, d]."""
     return -0.5 * (log_var + (z - mean).square() / log_var.exp() + math.log(2 * math.pi))
