@@ -309,7 +309,7 @@ class DeltaCheckpoints:
 
 def _checked(step: Any) -> int:
     """Return the number of a step, which may be an integer of NumPy, as an int."""
-    if not isinstance(step, int | np.integer) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise InvalidInputError(_WHAT, "step", step, "an integer >= 0",
                                 "pass the number of the training step")
     return int(step)

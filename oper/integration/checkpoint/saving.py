@@ -191,7 +191,9 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
     with rows_on_demand():
         state = state_of(model, optimizer)
-        newest = _newest_state([*deltas, *rest])
+        read: list[dict[str, Any] | None] = []
+        ranks.step(lambda: read.append(_newest_state([*deltas, *rest])))
+        newest = read[0]
         missing = missing_states(state, newest["paths"] if newest else (), optimizer)
         _read(state, path, ranks, optimizer, newest, grown)
         extra = put_state(newest, state, missing) if newest else None

@@ -155,8 +155,9 @@ class _Orders:
 
 
 def _powers(x: np.ndarray) -> np.ndarray:
-    """Return max(x, 0) ** 2 ** _SQUARINGS."""
-    x = x.clip(0.0)
+    """Return `x` ** 2 ** _SQUARINGS, with `x` clipped to [0, 2] so that nothing overflows: loads
+    are relative to the largest one, and a swap that doubles it is never the best."""
+    x = x.clip(0.0, 2.0)
     for _ in range(_SQUARINGS):
         x *= x
     return x
