@@ -13,8 +13,10 @@ PYTHON ?= python3
 SET ?=
 VENV ?= $(if $(SET),build/venv-$(SET),.venv)
 BIN := $(VENV)/bin
-# Without --no-compile, pip compiles every module, though most are never imported; Python compiles the others on import.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+# pip would compile every module, though most are never imported. Python compiles the others on
+# import, unless it may not write the result.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install \
+  $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 DATA ?=
 ARGS ?=
 

@@ -42,9 +42,11 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
     """Remove an earlier run's checkpoint, from which this run could otherwise resume."""
-    place = place_of(Path(out) / CHECKPOINT)
+    place = Path(out) / CHECKPOINT
+    if place.is_symlink():  # to what may belong to others
+        place.unlink()
     for suffix in ("", ".previous", ".saving", ".deltas"):
-        folder = place.with_name(f"{place.name}{suffix}")
+        folder = Path(out) / f"{CHECKPOINT}{suffix}"
         if folder.is_dir():
             shutil.rmtree(folder)
 

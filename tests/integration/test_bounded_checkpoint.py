@@ -25,6 +25,7 @@ from oper.integration.checkpoint import (
     saving,
     table_state,
 )
+from oper.integration.checkpoint.saving import _bare_modules
 from oper.integration.checkpoint.survivors import Survivors
 from oper.integration.torch_modules import module_spec
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
@@ -300,6 +301,39 @@ def test_moments_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
     assert torch.equal(loaded.weight, before)
 
 
+def test_states_of_nested_optimizers_and_values_of_their_own(tmp_path: Path) -> None:
+    """New optimizers get them, although some have no parameter's number as key."""
+    class Optimizers:
+        def __init__(self) -> None:
+            self.dense = torch.optim.Adam([torch.ones(2, requires_grad=True)], lr=0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"all": {"dense": self.dense.state_dict()}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.dense.load_state_dict(state["all"]["dense"])
+
+    model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    saved, loaded = Optimizers(), Optimizers()
+    (parameter,) = saved.dense.param_groups[0]["params"]
+    parameter.sum().backward()
+    saved.dense.step()
+    saved.dense.state["calls"] = 3
+    oper.save_checkpoint(tmp_path / "saved", model, saved)
+    oper.load_checkpoint(tmp_path / "saved", model, loaded)
+    found, expected = (x.dense.state_dict()["state"] for x in (loaded, saved))
+    assert found.keys() == expected.keys() and found["calls"] == 3
+    assert_bitwise(found[0], expected[0], "state of the parameter")
+
+
+def test_paths_below_module_are_those_of_earlier_checkpoints() -> None:
+    """Without the prefix that DistributedDataParallel would add, unless the rest is another's."""
+    alone = oper.shard(nn.ModuleDict({"module": nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4)})}),
+                       optimizer=oper.SGD(lr=0.1))
+    assert set(_bare_modules(alone)) == {"bag"}
+    assert set(_bare_modules(_modules())) == {"bag", "module.bag"}
+
+
 def _modules() -> Any:
     """Two tables whose paths differ in a prefix that DistributedDataParallel would add."""
     torch.manual_seed(3)
@@ -336,6 +370,8 @@ def test_new_optimizers_get_the_saved_state(kind: str, steps: int, first: int, t
             _train_modules(model, optimizer)
         (saver.save if first < steps else saver.save_full)(steps)
     other, loaded = make()
+    if kind == "torch":  # reading creates an empty state
+        assert loaded.state[loaded.param_groups[0]["params"][0]] == {}
     if kind == "torchrec":
         with pytest.raises(InvalidInputError, match=r"'bias', 'weight'.*call init_state\(\)"):
             oper.load_checkpoint(tmp_path / "saved", other, loaded)

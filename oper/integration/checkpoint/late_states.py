@@ -6,7 +6,7 @@ that has not made a step, it would silently skip the saved states of all paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from oper.errors import InvalidInputError
 
-_STATE = ("optimizer", "state")  # in a checkpoint, followed by the key of a parameter
+_Path = tuple[Any, ...]
 
 
 def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimizer: Any
-                   ) -> list[Sequence[Any]]:
+                   ) -> list[_Path]:
     """Return the paths of the saved states of those parameters that have no state yet.
 
     Args:
@@ -31,21 +31,38 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
         InvalidInputError: there are such states, and the optimizer is one of TorchRec's, which
             load only into a state that exists.
     """
-    own = state.get("optimizer")
-    if not isinstance(own, dict) or not isinstance(own.get("state"), dict):
-        return []
     names = getattr(optimizer, "params", None)
     keyed = list(names) if isinstance(names, dict) else []
-    known = {*keyed, *_numbers(own)} - {str(k) for k in own["state"]}
-    found = [p for p in saved if len(p) > 3 and tuple(p[:2]) == _STATE and str(p[2]) in known]
-    if found and keyed:
-        raise InvalidInputError(
-            "cannot load the state of the optimizer", "parameters that have no state yet",
-            sorted({str(p[2]) for p in found})[:8], "none, since TorchRec's optimizers load only "
-            "into a state that exists",
-            "before loading, call init_state() of the KeyedOptimizer of these parameters, or make "
-            "a step")
+    paths, found = [tuple(path) for path in saved], list[_Path]()
+    for at, own in _optimizers(state):
+        numbers, present = _numbers(own), {str(k): x for k, x in own["state"].items()}
+        n = len(at)
+        for path in (p for p in paths if p[:n] == at and len(p) > n):
+            key = str(path[n])
+            # Torch's optimizers may have values of their own besides those of parameters.
+            if numbers and (key in numbers or not key.isdecimal()):
+                if not _has(present, (key, *path[n + 1:])):
+                    found.append(path)
+            elif key in keyed and not present.get(key) and len(path) > n + 1:
+                found.append(path)
+        if found and keyed:
+            raise InvalidInputError(
+                "cannot load the state of the optimizer", "parameters that have no state yet",
+                sorted({str(p[n]) for p in found})[:8], "none, since TorchRec's optimizers load "
+                "only into a state that exists",
+                "use the optimizer of the run that saved; before loading, call init_state() of the "
+                "KeyedOptimizer of these parameters, or make a step")
     return found
+
+
+def _has(values: Any, path: _Path) -> bool:
+    """Whether nested dicts and lists have a value at `path`."""
+    for key in path:
+        if not (key in values if isinstance(values, dict)
+                else isinstance(values, list) and key < len(values)):
+            return False
+        values = values[key]
+    return True
 
 
 def add_missing(state: dict[str, Any], metadata: Metadata, optimizer: Any) -> None:
@@ -63,16 +80,30 @@ def placeholder(metadata: Metadata, name: str) -> Any:
 
 
 def restore_numbers(state: dict[str, Any]) -> None:
-    """Turn the parameters' numbers in the state of a torch optimizer, which a checkpoint stores as
-    text, into integers again."""
-    own = state.get("optimizer")
-    numbers = _numbers(own) if isinstance(own, dict) else {}
-    if not numbers or not isinstance(own, dict) or not isinstance(own.get("state"), dict):
+    """Turn the parameters' numbers in the states of torch's optimizers, which a checkpoint stores
+    as text, into integers again."""
+    for _, own in _optimizers(state):
+        numbers = _numbers(own)
+        merged: dict[Any, Any] = {}
+        for key, values in own["state"].items():
+            key = numbers.get(str(key), key)
+            both = isinstance(values, dict) and isinstance(merged.get(key), dict)
+            merged[key] = {**merged[key], **values} if both else values
+        own["state"] = merged
+
+
+def _optimizers(state: Mapping[str, Any], at: _Path = ("optimizer",)
+                ) -> Iterator[tuple[_Path, dict[str, Any]]]:
+    """Yield the states of the optimizers in `state`, and the paths of the states of their
+    parameters, for an optimizer or nested dicts of several."""
+    own = state.get(at[-1])
+    if not isinstance(own, dict):
         return
-    merged: dict[Any, dict[str, Any]] = {}
-    for key, values in own["state"].items():
-        merged.setdefault(numbers.get(str(key), key), {}).update(values)
-    own["state"] = merged
+    if isinstance(own.get("state"), dict):
+        yield (*at, "state"), own
+        return
+    for key in own:
+        yield from _optimizers(own, (*at, key))
 
 
 def _numbers(own: dict[str, Any]) -> dict[str, int]:

@@ -274,21 +274,25 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _bare_modules(model: nn.Module) -> dict[str, Any]:
     """Return sharded torch modules in training, by path; TorchRec's have a ``fused_optimizer``."""
-    return {name or _PLAIN: module for name, module in _unwrapped(model).named_modules()
+    return {name: module for name, module in _by_path(model).items()
             if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None}
 
 
 def _trained(model: nn.Module) -> dict[str, ShardedTables]:
     """Return the collections in training, by path."""
-    return {name or _PLAIN: tables for name, module in _unwrapped(model).named_modules()
+    return {name: tables for name, module in _by_path(model).items()
             if isinstance(tables := getattr(module, "tables", None), ShardedTables)
             and tables.optimizers is not None}
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedModelParallel, which may contain
-    DistributedDataParallel; names in DistributedModelParallel's ``state_dict`` have no prefix."""
-    return _inner(getattr(model, "_dmp_wrapped_module", model))
+def _by_path(model: nn.Module) -> dict[str, Any]:
+    """Return the modules by the paths under which checkpoints have their states: as in
+    ``state_dict``, below DistributedModelParallel and the DistributedDataParallel in it; and
+    without a first ``module.``, unless another module has the path without it."""
+    named = dict(_inner(getattr(model, "_dmp_wrapped_module", model)).named_modules())
+    short = {name: name.removeprefix("module.") for name in named}
+    return {(name if x != name and x in named else x) or _PLAIN: named[name]
+            for name, x in short.items()}
 
 
 def synchronize(model: nn.Module) -> None:

@@ -94,6 +94,11 @@ class Evaluation:
         return float(self.memory_used.max())
 
     @property
+    def score(self) -> tuple[float, float]:
+        """(overflow of the fullest memory, step); of two plans, the one with less is better."""
+        return max(0.0, self.fullest - 1.0 - 1e-9), self.step_us
+
+    @property
     def imbalance(self) -> float:
         """max / mean over ranks of the phase times summed over phases."""
         load = sum(p.groups.max(axis=0) for p in self.phases)

@@ -10,13 +10,13 @@ replicated rows, and owners of whole tiers, are chosen in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from oper.plan import Tier
-from oper.search.cost.model import CostModel, Evaluation
+from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, evaluated, is_cut, tallied
@@ -26,23 +26,24 @@ _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
 # A pass over all stripes that shortens the step by a smaller share is the last one. With 100 tables
 # on 128 ranks, the first pass gains 1.5 %, all further ones 0.03 %.
 _MIN_GAIN_OF_PASS = 1e-3
-_OVERFLOW = 1e3  # a memory overflow x multiplies the step by 1 + 1e3 x
 _ROOT = 0.5 ** _SQUARINGS
 
 
-def order_ranks(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
+def order_ranks(relaxation: Relaxation, placements: Sequence[Placement],
+                over: Callable[[], bool]) -> list[Placement]:
     """Choose the order of the ranks of every tier that several ranks may own.
 
     Args:
         relaxation: the cost model and the tables.
         placements: of each table. A tier with placement "owned" goes to one of its ranks.
+        over: returns whether the time limit has passed.
     """
     search = _Orders(relaxation, placements)
     before = search.placements()
-    search.run()
+    search.run(over)
     found = search.placements()
     # The search minimises an approximation of the step, so the exact step may have become longer.
-    return min(found, before, key=lambda x: _penalised(evaluated(relaxation, x)))
+    return min(found, before, key=lambda x: evaluated(relaxation, x).score)
 
 
 class _Orders:
@@ -59,10 +60,10 @@ class _Orders:
 
     def __init__(self, relaxation: Relaxation, placements: Sequence[Placement]) -> None:
         self.model, self.given = relaxation.model, placements
-        self.class_of = relaxation.classes.of_rank
+        self.class_of, self.classes = relaxation.classes.of_rank, relaxation.classes.ranks
         self.hidden = 1e6 * self.model.hidden[:, None]  # [P, 1, W]
         self.total = tallied(relaxation, list(placements))
-        self.excess = _excess(self.model, relaxation.classes.ranks)
+        self.excess = _excess(self.model, self.classes)
         self.tiers: dict[tuple[int, int, int], Tier] = {}
         self.rows: dict[tuple[int, int, int], np.ndarray] = {}
         for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
@@ -89,15 +90,16 @@ class _Orders:
         us = self.model.group_us(self.model.units(replace(self.total, rows=rows)))
         return np.asarray((us - self.hidden).clip(0.0))
 
-    def _step(self, rows: np.ndarray, loads: np.ndarray) -> float:
-        """Return the smoothed step, with a penalty if a memory overflows."""
-        used = self.model.machine.memory_used(rows[Row.HELD], rows[Row.HOST_HELD])
-        return _smoothed(loads) * _penalty(used.max())
+    def _fullest(self, rows: np.ndarray) -> float:
+        """Return the used share of the fullest memory, at least 1."""
+        m = self.model.machine
+        return max(1.0, float(m.memory_used(rows[Row.HELD], rows[Row.HOST_HELD]).max()))
 
-    def run(self) -> None:
-        """Swap ranks until no swap makes the step shorter."""
-        loads = self._loads(self.total.rows)
-        known = self._step(self.total.rows, loads)
+    def run(self, over: Callable[[], bool]) -> None:
+        """Swap ranks until no swap makes the step shorter or the time limit has passed. No memory
+        gets fuller than allowed, or than it was."""
+        loads, fullest = self._loads(self.total.rows), self._fullest(self.total.rows)
+        known = _smoothed(loads)
         spread = {at: float(np.ptp(self._own(rows), axis=0).max())
                   for at, rows in self.rows.items()}
         items = [at for at in sorted(spread, key=lambda x: -spread[x])
@@ -106,13 +108,13 @@ class _Orders:
         while known < before * (1 - _MIN_GAIN_OF_PASS):
             before = known
             for at in items:
-                while (swap := self._best_swap(at, loads)) is not None:
+                while not over() and (swap := self._best_swap(at, loads)) is not None:
                     pair, permutation = swap
                     moved = self.rows[at][:, permutation]
                     rows = self.total.rows + (moved - self.rows[at])
                     found = self._loads(rows)
-                    step = self._step(rows, found)
-                    if step >= known * (1 - _MIN_GAIN):
+                    step = _smoothed(found)
+                    if step >= known * (1 - _MIN_GAIN) or self._fullest(rows) > fullest:
                         break
                     known, loads = step, found
                     self.total = replace(self.total, rows=rows)
@@ -122,7 +124,10 @@ class _Orders:
     def _own(self, rows: np.ndarray) -> np.ndarray:
         """Return the loads that an item puts on each rank because it owns rows, float64
         [W, P * 8]."""
-        return np.einsum("qr,rqg->rg", rows, self.excess[self.class_of])
+        out = np.empty((self.class_of.size, self.excess.shape[2]))
+        for ranks, excess in zip(self.classes, self.excess, strict=True):
+            out[ranks] = rows[:, ranks].T @ excess
+        return out
 
     def _best_swap(self, at: tuple[int, int, int], loads: np.ndarray
                    ) -> tuple[tuple[int, int], np.ndarray] | None:
@@ -168,14 +173,6 @@ def _smoothed(loads: np.ndarray) -> float:
     float64 [P, 8, W], over groups and ranks."""
     most = loads.max(axis=(1, 2), keepdims=True).clip(1e-30)
     return float((most[:, 0, 0] * _powers(loads / most).sum(axis=(1, 2)) ** _ROOT).sum())
-
-
-def _penalty(fullest: float) -> float:
-    return 1 + _OVERFLOW * max(0.0, fullest - 1.0)
-
-
-def _penalised(found: Evaluation) -> float:
-    return found.step_us * _penalty(found.fullest)
 
 
 def _excess(model: CostModel, classes: Sequence[np.ndarray]) -> np.ndarray:

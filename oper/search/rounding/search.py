@@ -55,6 +55,7 @@ _CHAINS = 2  # annealings that run concurrently; their number does not affect th
 _MOVES = 36_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # the best 1 / 6 of the probes are continued
+_PLACED = 8  # at most so many of these are placed; with many ranks, that takes about as long
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
 _CLOSE = 0.1  # share of the target gap at which the choice of configurations and an annealing end
 _REPAIRS = 4  # limit of searches with increasing memory reserves, if plans overflow
@@ -79,8 +80,8 @@ class Found:
 
     @property
     def score(self) -> tuple[float, float]:
-        """(overflow of the fullest memory, step); smaller is better."""
-        return max(0.0, self.evaluation.fullest - 1.0 - 1e-9), self.step_us
+        """`Evaluation.score`."""
+        return self.evaluation.score
 
 
 def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap: float, seed: int
@@ -143,6 +144,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goals: tuple[float, float],
             longer = list(threads.map(lambda n: probes[n][1].run(
                 _CONTINUATION, probes[n][0], effort.num_probes + n), range(len(probes))))
         probes = [(x, start) for x, (_, start) in zip(longer, probes, strict=True)]
+        probes = sorted(probes, key=lambda x: x[0].step_us)[:_PLACED]
     return [_found(start.pool, x.parts, x.units, effort) for x, start in probes]
 
 
@@ -150,7 +152,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
            effort: Effort) -> Found:
     """The placement of `Placer.place`, completed, and its evaluation."""
     relaxation = pool.relaxation
-    placements = order_ranks(relaxation, Placer(relaxation).place(parts, units))
+    placements = order_ranks(relaxation, Placer(relaxation).place(parts, units), effort.over)
     placements = divide_rows(relaxation, placements, effort.over)
     placements = [impose(relaxation.problem.held(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]
