@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -63,11 +63,11 @@ class Placer:
         """A tier with an option, on all ranks that the option allows."""
         chosen = self.relaxation.options[option]
         if chosen.kind == REPLICATED:
-            return Tier(start, stop, "replicated", tuple(range(self.world)))
+            return Tier(start, stop, "replicated", _rotated(range(self.world), k))
         if chosen.kind == COPIES:  # `spread_copies` distributes them over the ranks of hosts
             return Tier(start, stop, "replicated", copy_sets(self.problem.machine)[0])
         ranks = self.relaxation.classes.ranks[chosen.rank_class]
-        return self._owned(k, start, stop, option, tuple(ranks.tolist()))
+        return self._owned(k, start, stop, option, _rotated(ranks.tolist(), k))
 
     def _owned(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
                weights: tuple[int, ...] = ()) -> Tier:
@@ -97,6 +97,12 @@ class Placer:
         has = units > 0
         weights = tuple(units[has].tolist()) if has.sum() > 1 else ()
         return self._owned(k, start, stop, option, tuple(ranks[has].tolist()), weights)
+
+
+def _rotated(ranks: Sequence[int], k: int) -> tuple[int, ...]:
+    """The ranks of a stripe of table `k`, rotated so that the first ranks of tables are spread."""
+    first = int(k * _GOLDEN % 1.0 * len(ranks))
+    return (*ranks[first:], *ranks[:first])
 
 
 def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
