@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -71,18 +72,28 @@ class Forked(subprocess.Popen[Any]):
         return int(self.returncode)
 
 
+def context_of_servers(kind: str) -> ForkServerContext:
+    """Stand in for `torch.multiprocessing.get_context`, which servers start their workers with.
+
+    The fork server is the parent of these workers: `end_with_parent` would end them at once.
+    Processes that call it come from `multiprocessing.get_context`, which stays as it is.
+    """
+    assert kind == "spawn", kind
+    return CONTEXT
+
+
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
          descriptors: dict[int, int], parent: int, server: str) -> None:
     """Run ``python`` with these arguments, environment, folder and descriptors in the forked
-    process. Processes that it spawns are forks of the fork server at the address `server`, too."""
+    process. Workers of servers that it starts are forks of the fork server at the address `server`,
+    all other processes are real ones."""
     import fcntl
 
-    import torch
+    import torch.multiprocessing
 
     ours: Any = forkserver._forkserver  # type: ignore[attr-defined]
     ours._forkserver_address, ours.ensure_running = server, lambda: None
-    multiprocessing.context._concrete_contexts["spawn"] = CONTEXT  # type: ignore[attr-defined]
-
+    torch.multiprocessing.get_context = context_of_servers
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
     high = {n: fcntl.fcntl(k, fcntl.F_DUPFD, _HIGH) for n, k in descriptors.items()}

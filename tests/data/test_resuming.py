@@ -50,11 +50,22 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, log: str) -> None:
     assert not list(tmp_path.glob(".*.work"))
 
 
-# Kills itself when it is about to open, rename or remove the n-th file in the work folder.
+# Kills itself when it is about to open, rename or remove the n-th file in the work folder. With
+# workers, it begins its first task when one of them has done a task; prints if one has.
 KILLED = """
-import os, signal, sys
+import glob, multiprocessing, os, signal, sys, time
 from oper.data import *
-left = int(sys.argv[4])
+from oper.data.preprocessing import run as preprocessing
+left, run = int(sys.argv[4]), preprocessing.Job.run
+def late(job):
+    tasks = lambda: len(glob.glob(f"{job.work}/tasks/*.done"))
+    before = tasks()
+    shared = lambda: job.target.exists() or tasks() > before
+    while multiprocessing.active_children() and not shared():
+        time.sleep(0.01)
+    print("shared" if shared() else "alone", flush=True)
+    run(job)
+preprocessing.Job.run = late
 def hook(event, args):
     global left
     if event in ("open", "os.rename", "os.remove", "os.mkdir") and ".work" in str(args[0]):
@@ -71,17 +82,19 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", SMALL)
     rng = random.Random(1)
     kills = 0
-    for workers in ("1", "2"):
-        target = tmp_path / f"out{workers}"
-        for _ in range(7):  # the last run is not killed; `oper bench data` kills ten times
+    for workers, runs, told in (("1", 7, "alone\n"), ("2", 4, "shared\n")):
+        target, said = tmp_path / f"out{workers}", set()
+        for _ in range(runs):  # the last run is not killed; `oper bench data` kills ten times
             done = forked.run("-c", KILLED, log, str(target), workers, str(rng.randint(1, 80)))
+            said.add(done.stdout)
             kills += done.returncode == -signal.SIGKILL
             if target.exists():
                 break
+        assert told in said <= {told, ""}  # nothing if it was killed before its tasks
         if not target.exists():
             preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
         assert digest(target) == digest(tmp_path / "undisturbed")
-    assert kills >= 10
+    assert kills >= 8
 
 
 # Reads one unit, then waits for the file `go`.

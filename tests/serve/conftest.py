@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch.multiprocessing
 
-from tests.world_support import CONTEXT
+from tests.forked import context_of_servers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.multiprocessing, "get_context", lambda kind: CONTEXT)
+        patch.setattr(torch.multiprocessing, "get_context", context_of_servers)
         yield

@@ -278,10 +278,11 @@ def test_the_command_drains_on_sigterm(tmp_path: Path,
             assert not Path(f"/proc/{pid}").exists()
 
 
-def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+def test_workers_of_a_program_score_and_end_with_it(tmp_path: Path) -> None:
+    """The workers are new interpreters here, not forks."""
     code = ("import json, time\nfrom oper.serve import *\nfrom tests.serve_support import Sums\n"
             "if __name__ == '__main__':\n    s = Server(Sums(), ServeOptions(port=0, workers=1))\n"
-            "    s.start()\n    print(json.dumps(s.worker_pids), flush=True)\n"
+            "    s.start()\n    print(json.dumps([s.address, s.worker_pids]), flush=True)\n"
             "    time.sleep(600)\n")
     (tmp_path / "program.py").write_text(code)
     process = subprocess.Popen([sys.executable, "program.py"], stdout=subprocess.PIPE, text=True,
@@ -289,7 +290,10 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
                                                   "TMPDIR": str(tmp_path)})
     try:
         assert process.stdout is not None
-        pids = json.loads(process.stdout.readline())
+        address, pids = json.loads(process.stdout.readline())
+        request = random_request(np.random.default_rng(0), 3)
+        with Client(address, timeout_s=30) as client:
+            assert np.array_equal(client.score_request(request)[0], expected(request))
     finally:
         process.kill()
         process.wait()
