@@ -165,8 +165,7 @@ class _FusedOptimizer(FusedOptimizer):
     def __init__(self, tables: ShardedTables, names: Mapping[str, str],
                  parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
         self._tables = tables
-        self._names = dict(names)
-        self._weights = dict(weights)
+        self._names, self._weights = dict(names), dict(weights)
         self._parameters_of = dict(parameters)
         self._others: dict[torch.Tensor, Any] = {}  # see `States`
         own = {full: table for table, full in names.items()}
