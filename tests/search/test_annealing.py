@@ -207,7 +207,7 @@ def test_orders_of_ranks_are_as_good_as_the_best_of_all_orders(in_order: bool, o
     bound = lower_bound(stated)
     stripes: list[Placement] = [(Piece(0, t.spec.dim, (
         Tier(0, t.spec.num_rows, "striped", (0, 1, 2, 3)),)),) for t in stated.tables]
-    found = order_ranks(bound.relaxation, stripes)
+    found = order_ranks(bound.relaxation, stripes, lambda: False)
     for (new,), (old,) in zip(found, stripes, strict=True):
         assert sorted(new.tiers[0].ranks) == [0, 1, 2, 3]
         assert replace(new.tiers[0], ranks=(0, 1, 2, 3)) == old.tiers[0]
@@ -228,7 +228,7 @@ def test_a_tier_of_one_owner_goes_to_an_idle_rank() -> None:
     relaxation = lower_bound(stated).relaxation
     owned: list[Placement] = [(Piece(0, t.spec.dim, (
         Tier(0, t.spec.num_rows, "owned", (0, 1, 2)),)),) for t in stated.tables]
-    found = order_ranks(relaxation, owned)
+    found = order_ranks(relaxation, owned, lambda: False)
     owners = [x.tiers[0].ranks for (x,) in found]
     assert all(len(x) == 1 for x in owners) and len(set(owners)) > 1
     assert evaluated(relaxation, found).step_us < evaluated(relaxation, owned).step_us
