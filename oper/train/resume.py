@@ -16,7 +16,7 @@ import torch
 from oper.data import Folder
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
-from oper.integration.checkpoint.files import METADATA, place_of
+from oper.integration.checkpoint.files import METADATA, present_and_previous
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
 from oper.support.files import read_json, write_text
@@ -35,9 +35,7 @@ def is_restart() -> bool:
 
 def has_checkpoint(out: str | os.PathLike[str]) -> bool:
     """Whether the folder `out` of a run has a complete checkpoint."""
-    place = place_of(Path(out) / CHECKPOINT)
-    return any((place.with_name(f"{place.name}{suffix}") / METADATA).exists()
-               for suffix in ("", ".previous"))
+    return any((x / METADATA).exists() for x in present_and_previous(Path(out) / CHECKPOINT))
 
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:

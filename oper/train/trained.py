@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.integration.checkpoint.files import METADATA
+from oper.integration.checkpoint.files import METADATA, present_and_previous
 from oper.integration.checkpoint.follow import KeyChange
 from oper.integration.checkpoint.weights import extra_value
 from oper.integration.keys.key_slots import Elements
@@ -132,8 +132,8 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     """
     folder = Path(folder)
     found: list[tuple[int, Path]] = []
-    for path in (folder / STATE, *(folder / name / METADATA
-                                   for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))):
+    for path in (folder / STATE,
+                 *(x / METADATA for x in present_and_previous(folder / CHECKPOINT))):
         with contextlib.suppress(FileNotFoundError):  # missing, or being replaced
             found.append((path.stat().st_mtime_ns, path))
     if not found:

@@ -301,7 +301,9 @@ def test_moments_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
     assert torch.equal(loaded.weight, before)
 
 
-def test_states_of_nested_optimizers_and_values_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_delta", [False, True])
+def test_states_of_nested_optimizers_and_values_of_their_own(in_delta: bool, tmp_path: Path
+                                                             ) -> None:
     """New optimizers get them, although some have no parameter's number as key."""
     class Optimizers:
         def __init__(self) -> None:
@@ -317,9 +319,12 @@ def test_states_of_nested_optimizers_and_values_of_their_own(tmp_path: Path) -> 
     saved, loaded = Optimizers(), Optimizers()
     (parameter,) = saved.dense.param_groups[0]["params"]
     parameter.sum().backward()
-    saved.dense.step()
-    saved.dense.state["calls"] = 3
-    oper.save_checkpoint(tmp_path / "saved", model, saved)
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, saved) as saver:
+        if in_delta:
+            saver.save_full(0)
+        saved.dense.step()
+        saved.dense.state["calls"] = 3
+        (saver.save if in_delta else saver.save_full)(1)
     oper.load_checkpoint(tmp_path / "saved", model, loaded)
     found, expected = (x.dense.state_dict()["state"] for x in (loaded, saved))
     assert found.keys() == expected.keys() and found["calls"] == 3

@@ -286,7 +286,8 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
                 continue  # of a collection that is not trained here
             at: Any = state
             adds = tuple(path) in may_add
-            if adds and any(type(key) is int for key in path[3:]):
+            # "state" is followed by the parameter, whose number is no index of a list.
+            if adds and any(type(key) is int for key in path[path.index("state") + 2:]):
                 raise KeyError(f"{'.'.join(map(str, path))}, a list that only exists after a step")
             for key in path[:-1]:
                 at = at.setdefault(key, {}) if adds else at[key]

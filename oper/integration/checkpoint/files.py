@@ -62,6 +62,13 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(folder))
 
 
+def present_and_previous(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return `place_of` the folder of a checkpoint, and the folder that has the previous checkpoint
+    until saving has ended."""
+    place = place_of(folder)
+    return place, place.with_name(f"{place.name}.previous")
+
+
 class CheckpointReader(FileSystemReader):
     """torch's reader of checkpoint folders, with safe unpickling and validation of the metadata.
 

@@ -40,6 +40,7 @@ from oper.integration.checkpoint.files import (
     CheckpointReader,
     check_files,
     place_of,
+    present_and_previous,
     sum_of,
     write_checksums,
 )
@@ -102,7 +103,7 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
     """Save (model, optimizer, extra) as `save_checkpoint` does, on the given ranks."""
     model, optimizer, extra = what
     aside = path.with_name(path.name + ".saving")
-    before = path.with_name(path.name + ".previous")
+    before = present_and_previous(path)[1]
     ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
     with rows_on_demand(chunk_bytes):
         state = state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
@@ -507,7 +508,7 @@ def complete(path: Path) -> Path:
     Raises:
         InvalidInputError: neither is complete.
     """
-    for candidate in (path, path.with_name(path.name + ".previous")):
+    for candidate in present_and_previous(path):
         if (candidate / METADATA).exists():
             return candidate
     raise InvalidInputError("cannot load a checkpoint", "folder", str(path),

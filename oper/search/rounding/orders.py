@@ -108,7 +108,7 @@ class _Orders:
         while known < before * (1 - _MIN_GAIN_OF_PASS):
             before = known
             for at in items:
-                while not over() and (swap := self._best_swap(at, loads)) is not None:
+                while not over() and (swap := self._best_swap(at, loads, known)) is not None:
                     pair, permutation = swap
                     moved = self.rows[at][:, permutation]
                     rows = self.total.rows + (moved - self.rows[at])
@@ -129,11 +129,11 @@ class _Orders:
             out[ranks] = rows[:, ranks].T @ excess
         return out
 
-    def _best_swap(self, at: tuple[int, int, int], loads: np.ndarray
+    def _best_swap(self, at: tuple[int, int, int], loads: np.ndarray, known: float
                    ) -> tuple[tuple[int, int], np.ndarray] | None:
         """Return the swap of two ranks of an item that is estimated to be best: the two ranks, and
-        the permutation of all ranks; None if no swap seems to help. The estimate neglects changes
-        of the other ranks' loads, which are small."""
+        the permutation of all ranks; None if no swap seems to make the step shorter than `known`.
+        The estimate neglects changes of the other ranks' loads, which are small."""
         phases, groups, world = loads.shape
         own = self._own(self.rows[at]).T.reshape(phases, groups, world)
         ranks = np.array(self.tiers[at].ranks)
@@ -152,7 +152,7 @@ class _Orders:
         sums = now.sum(axis=(1, 2))[:, None] + (then - now[..., a] - now[..., b]).sum(axis=1)
         steps = (most[:, 0] * sums.clip(0.0) ** _ROOT).sum(axis=0)
         n = int(steps.argmin())
-        if steps[n] >= (most[:, 0, 0] * now.sum(axis=(1, 2)) ** _ROOT).sum():
+        if steps[n] >= known:
             return None
         permutation = np.arange(world)
         permutation[[a[n], b[n]]] = b[n], a[n]

@@ -39,13 +39,13 @@ class Placer:
         for k, every in enumerate(parts):
             pieces = _pieces(every)
             edges = np.cumsum([0, *(width for width, _, _ in pieces)]).tolist()
-            out.append(tuple(Piece(a, b, self._tiers(k, b - a, candidate, shard, np.array(units)))
+            out.append(tuple(Piece(a, b, self._tiers(k, candidate, shard, np.array(units)))
                              for (a, b), (_, candidate, shard) in zip(pairwise(edges), pieces,
                                                                      strict=True)))
         return out
 
-    def _tiers(self, k: int, width: int, candidate: Candidate, shard: Shard | None,
-               units: np.ndarray) -> tuple[Tier, ...]:
+    def _tiers(self, k: int, candidate: Candidate, shard: Shard | None, units: np.ndarray
+               ) -> tuple[Tier, ...]:
         """The tiers of one column piece."""
         tiers: list[Tier] = []
         start = 0
