@@ -291,10 +291,42 @@ def test_dicts_that_would_change_are_not_saved(value: Any, tmp_path: Path) -> No
         oper.save_checkpoint(tmp_path / "saved", model, None, {"run": value})
 
 
-def test_moments_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
+_MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("before, after", [
+    (oper.Adam(), oper.Adagrad()), (_MOMENTUM, oper.Adagrad()), (oper.Adagrad(), _MOMENTUM),
+    (_MOMENTUM, oper.LarsSGD(lr=0.1)), (oper.Adagrad(), oper.Adam())],
+    ids=lambda x: type(x).__name__)
+def test_states_are_not_loaded_with_another_meaning(before: Any, after: Any, tmp_path: Path
+                                                    ) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
+                     for o in (before, after))
+    oper.save_checkpoint(tmp_path / "saved", saved)
+    kept = loaded.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=rf"optimizer={before.name!r}.*{after.name!r}.*of "
+                                                "the run that saved"):
+        oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, kept)
+
+
+@pytest.mark.parametrize("before, after", [
+    (oper.Adam(), oper.AdamW()), (_MOMENTUM, oper.SGD(lr=0.1))], ids=lambda x: type(x).__name__)
+def test_states_with_the_same_meaning_and_rows_without_their_state_are_loaded(
+        before: Any, after: Any, tmp_path: Path) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
+                     for o in (before, after))
+    saved(torch.tensor([[3, 5]])).sum().backward()
+    oper.save_checkpoint(tmp_path / "saved", saved)
+    oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, saved.weight)
+
+
+def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
     saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o(lr=0.1))
                      for o in (oper.Adam, oper.Adagrad))
-    oper.save_checkpoint(tmp_path / "saved", saved)
+    state = {"model": saved.state_dict(), "tables": {"_plain": saved.optimizer_state_dict()}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
     before = loaded.weight.detach().clone()
     with pytest.raises(InvalidInputError, match=r"momentum1'.*exp_avg_sq.*optimizer of the run"):
         oper.load_checkpoint(tmp_path / "saved", loaded)

@@ -52,6 +52,7 @@ from oper.integration.checkpoint.late_states import (
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
+from oper.integration.checkpoint.table_state import check_optimizers, optimizer_names
 from oper.rows.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
 from oper.shmem.renumbering import check_renumbering, renumber
@@ -61,6 +62,7 @@ from oper.support.files import disk_full_error
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
+_OPTIMIZERS = "table_optimizers"  # key of a checkpoint, see `optimizer_names`
 _T = TypeVar("_T")
 
 
@@ -106,7 +108,9 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
     before = present_and_previous(path)[1]
     ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
     with rows_on_demand(chunk_bytes):
-        state = state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
+        names = {path: optimizer_names(t) for path, t in _trained(_inner(model)).items()}
+        state = (state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
+                 | ({_OPTIMIZERS: names} if any(names.values()) else {}))
         ranks.step(lambda: check_readable("cannot save a checkpoint", state))
         _write(state, aside, ranks)
     ranks.step(lambda: _put_in_place(path, aside, before) if ranks.first else None)
@@ -196,7 +200,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         ranks.step(lambda: read.append(_newest_state([*deltas, *rest])))
         newest = read[0]
         missing = missing_states(state, newest["paths"] if newest else (), optimizer)
-        _read(state, path, ranks, optimizer, newest, grown)
+        _read(state, path, ranks, (model, optimizer), newest, grown)
         extra = put_state(newest, state, missing) if newest else None
         take_over(state, model, optimizer)
     if deltas or rest:
@@ -421,20 +425,26 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     ranks.step(lambda: finish() if ranks.first else None)
 
 
-def _read(state: dict[str, Any], folder: Path, ranks: Ranks, optimizer: Any,
+def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Module, Any],
           newest: dict[str, Any] | None, grown: bool) -> None:
     """Read into `state` as ``torch.distributed.checkpoint.load`` does, and add the saved ``extra``
-    and the saved states of parameters that have no state in `optimizer` yet.
+    and the saved states of parameters that have no state in the optimizer yet. `into` is (model,
+    optimizer).
 
     Values of the optimizer that are in `newest`, the state of the newest delta, may be missing in
     the checkpoint: it may have been saved before the optimizer's first step.
     """
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
+    model, optimizer = into
     planner.optional = frozenset(".".join(map(str, p)) for p in (newest["paths"] if newest else ())
                                  if p[0] == "optimizer")
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()
+        for path, tables in _trained(_inner(model)).items():
+            check_optimizers(tables, {
+                keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
+                if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)})
         add_missing(state, metadata, optimizer)
         extra = _stored_extra(metadata)
         if extra:

@@ -244,6 +244,38 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
         tables.set_table_steps(name, int(entries[f"{label}.step"]))
 
 
+def optimizer_names(tables: ShardedTables) -> dict[str, dict[str, bool]]:
+    """Return the optimizer of every table with a state, ``{"<table>": {"<optimizer>": True}}``.
+
+    Checkpoints have the optimizer in a key instead of a value, so that `check_optimizers` can read
+    it from their metadata before anything is loaded.
+    """
+    return {t.name: {t.optimizer: True} for t in tables.specs.values() if STATE_PARTS[t.optimizer]}
+
+
+def check_optimizers(tables: ShardedTables, saved: Mapping[str, str]) -> None:
+    """Raise InvalidInputError if saved states would get another meaning in this collection.
+
+    ``momentum1`` has first moments for the variants of Adam and LAMB, sums of squares for Adagrad,
+    and other sums of gradients for SGD with momentum and LarsSGD, perhaps in the same shape. The
+    variants of Adam and LAMB, which have second moments as well, can take over each other's states.
+
+    Args:
+        tables: the collection.
+        saved: by table, the optimizer of the run that saved.
+    """
+    for name, before in saved.items():
+        spec = tables.specs.get(name)
+        if spec is None or before == spec.optimizer or not STATE_PARTS[spec.optimizer]:
+            continue
+        both = [len(STATE_PARTS.get(x, ())) for x in (before, spec.optimizer)]
+        if both != [2, 2]:
+            raise InvalidInputError(
+                f"cannot load the optimizer state of table {name!r}", "saved optimizer", before,
+                f"{spec.optimizer!r}, the optimizer of the table",
+                "shard with the optimizer of the run that saved")
+
+
 class Entries(dict[str, torch.Tensor]):
     """Optimizer state of one table, ``{"<table>.momentum1": ...}``. Unlike plain dicts, instances
     support weak references."""
