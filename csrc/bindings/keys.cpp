@@ -164,12 +164,6 @@ int64_t keys_write(int64_t handle, int64_t table, bool candidates, Tensor number
                          checks);
 }
 
-// See KeyDirectory::first_invalid.
-int64_t keys_first_invalid(int64_t handle, int64_t table, bool candidates, int64_t clock) {
-  const auto tables = collections().share(handle);
-  return tables->directory(table).first_invalid(candidates, static_cast<uint32_t>(clock));
-}
-
 // See KeyDirectory::changed. Returns the numbers, int64 [n], and the KeyRecords, int64 [n, 3].
 std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool candidates,
                                         int64_t since) {
@@ -251,8 +245,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(keys_write,
                 "(int handle, int table, bool candidates, Tensor numbers, Tensor records, "
                 "bool checks=False) -> int");
-  OPER_OPERATOR(keys_first_invalid,
-                "(int handle, int table, bool candidates, int clock) -> int");
   OPER_OPERATOR(keys_changed,
                 "(int handle, int table, bool candidates, int since) -> (Tensor, Tensor)");
   OPER_OPERATOR(keys_expired, "(int handle, int table, int since) -> Tensor");

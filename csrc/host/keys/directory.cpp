@@ -332,25 +332,6 @@ int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
   return -1;
 }
 
-int64_t KeyDirectory::first_invalid(bool candidates, uint32_t clock) const {
-  if (candidates && num_records(true) == 0) return -1;
-  std::vector<uint64_t> hashes;  // of the bucket's records so far
-  for (int64_t number = first_bucket_[rank_]; number < end_bucket(); ++number) {
-    const KeyBucket bucket = bucket_at(number);
-    const int64_t n = candidates ? kBucketCandidates : bucket.num_slots;
-    hashes.clear();
-    for (int64_t i = 0; i < n; ++i) {
-      if ((candidates ? bucket.candidate_counts : bucket.tags)[i] == 0) continue;
-      const uint64_t hash = candidates ? bucket.candidates[i] : bucket.hash(i);
-      const uint32_t seen = candidates ? bucket.candidate_clocks[i] : bucket.ages[i].clock;
-      if (seen > clock || std::ranges::find(hashes, hash) != hashes.end())
-        return (candidates ? number * kBucketCandidates : bucket.first_slot) + i;
-      hashes.push_back(hash);
-    }
-  }
-  return -1;
-}
-
 std::vector<int64_t> KeyDirectory::changed(bool candidates, uint32_t since) const {
   std::vector<int64_t> found;
   if (candidates && num_records(true) == 0) return found;

@@ -164,10 +164,6 @@ class KeyDirectory {
   // a key is compared with the earlier records of its bucket in this call only.
   int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
                 bool checks);
-  // Number of the first record in this rank's buckets that has the key of an earlier one or a clock
-  // above `clock`, or -1. Needed after several calls of `write`, which do not compare their records
-  // with each other's.
-  int64_t first_invalid(bool candidates, uint32_t clock) const;
   // Numbers of the records in this rank's buckets that updates after clock `since` have changed or
   // freed, ascending.
   std::vector<int64_t> changed(bool candidates, uint32_t since) const;

@@ -24,11 +24,9 @@ from oper.integration.checkpoint.table_state import (
     shard_range,
 )
 from oper.shmem.group.agreement import errors_of_all
-from oper.shmem.keys.directories import MOST_UPDATES, RECORDS, Keys
+from oper.shmem.keys.directories import CHUNK_RECORDS, MOST_UPDATES, RECORDS, Keys
 from oper.shmem.tables import ShardedTables
 from oper.tables import KEY_BUCKET_ROWS
-
-_CHUNK_RECORDS = 1 << 20
 
 
 def key_names(tables: ShardedTables, name: str) -> list[str]:
@@ -112,8 +110,8 @@ def _chunks(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """
     before = torch.empty(0, 3, dtype=torch.int64)
     for begin, records in chunks_of(value):
-        for at in range(0, records.shape[0], _CHUNK_RECORDS):
-            some = torch.cat([before, records[at:at + _CHUNK_RECORDS]])
+        for at in range(0, records.shape[0], CHUNK_RECORDS):
+            some = torch.cat([before, records[at:at + CHUNK_RECORDS]])
             yield begin + at - before.shape[0], some
             before = some[-KEY_BUCKET_ROWS:]
 

@@ -49,6 +49,7 @@ from oper.shmem.protocol import Tables
 from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
+CHUNK_RECORDS = 1 << 20  # records that are read or checked at once
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
@@ -331,9 +332,7 @@ class Keys:
                                     "load a checkpoint of this model")
         if not checks:
             self._history.load()
-        handle = self._records(writes=True)
-        bad = torch.ops.oper.keys_write(handle, self.tables[name], RECORDS[part], numbers,
-                                        records.contiguous(), checks)
+        bad = self._write(name, part, numbers, records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
                 f"cannot load the {part} of dynamic table {name!r}", f"record {int(numbers[bad])}",
@@ -341,8 +340,14 @@ class Keys:
                 "a key of this slot's bucket that no earlier record has, a valid count and clock",
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 
+    def _write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
+               checks: bool) -> int:
+        """Do what `write` states; return the index of the first invalid record, or -1."""
+        return int(torch.ops.oper.keys_write(self._records(writes=True), self.tables[name],
+                                             RECORDS[part], numbers, records, checks))
+
     def check(self, name: str) -> None:
-        """Check all records of a table in this rank's buckets.
+        """Check this rank's share of a table's records. One-sided: no rank may be in an update.
 
         Needed after several calls of `write`, each of which compares only the records of its own
         call.
@@ -350,17 +355,23 @@ class Keys:
         Raises:
             FileFormatError: two records have the same key, or one is newer than the table's clock.
         """
-        handle, clock = self._records(own=True), self.clock(name)
+        clock, group = self.clock(name), self._tables.group
         for part in self.parts(name):
-            where = handle, self.tables[name], RECORDS[part]
-            bad = int(torch.ops.oper.keys_first_invalid(*where, clock))
-            if bad >= 0:
-                (record,) = torch.ops.oper.keys_read(*where, bad, bad + 1).tolist()
-                raise FileFormatError(
-                    f"the deltas of dynamic table {name!r} do not fit its checkpoint",
-                    f"{part}, record {bad}", record,
-                    f"a key that no other record has, a clock of at most {clock}, the table's",
-                    "remove the folder of deltas, and load the checkpoint again")
+            size = self.num_records(name, RECORDS[part])
+            first, end = (size * r // group.world_size for r in (group.rank, group.rank + 1))
+            for at in range(first, end, CHUNK_RECORDS):
+                # Keys are compared within their buckets, so the first one must be whole.
+                begin, stop = max(0, at - KEY_BUCKET_ROWS), min(at + CHUNK_RECORDS, end)
+                records = self.read(name, part, begin, stop)
+                newest = int(records[:, 2].argmax())
+                bad = newest if records[newest, 2] > clock else self._write(
+                    name, part, torch.arange(begin, stop), records, checks=True)
+                if bad >= 0:
+                    raise FileFormatError(
+                        f"the deltas of dynamic table {name!r} do not fit its checkpoint",
+                        f"{part}, record {begin + bad}", records[bad].tolist(),
+                        f"a key that no other record has, a clock of at most {clock}, the table's",
+                        "remove the folder of deltas, and load the checkpoint again")
 
     def counts(self, name: str) -> KeyCounts:
         """Return statistics of the keys of a table. Collective; call it between two batches."""
