@@ -81,7 +81,8 @@ def trained(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: O
             outputs, {t.name: tables.read(t.name) for t in case.tables},
             {f"{t.name} {part}": tables.read(t.name, part=part)
              for t in case.tables for part, _ in STATE_PARTS[optimizer.name]},
-            {(t.name, 0): tables.replica(t.name, tables.group.rank).clone() for t in case.tables})
+            {(t.name, 0): tables.replica_view(tables.pieces[t.name][0], tables.group.rank).clone()
+             for t in case.tables})
         tables.barrier()
         return result
 

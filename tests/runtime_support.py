@@ -437,7 +437,8 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
     states = {f"{name} {part}": tables.read(name, part=part)
               for name, kind in kinds.items() for part, _ in STATE_PARTS[kind]}
     # Every rank shares its replicas, since ranks cannot read other memory domains.
-    own = {t.name: tables.replica(t.name, group.rank).clone() for t in case.tables}
+    own = {t.name: tables.replica_view(tables.pieces[t.name][0], group.rank).clone()
+           for t in case.tables}
     replicas = {(name, r): rows for r, held in enumerate(group.all_gather(own))
                 for name, rows in held.items()}
     tables.barrier()

@@ -414,28 +414,9 @@ class LogicalRows:
                 copies.index_copy_(0, torch.from_numpy(first + some - x.tier.start), rows)
         self.barrier()
 
-    def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
-        """Return a view of a rank's replica rows of one column piece of a table.
-
-        Args:
-            table: name of the table.
-            rank: a rank of this memory domain.
-            piece: number of the column piece within the table.
-
-        Returns:
-            [replica rows, columns of the piece] of the table's dtype, a mapped view.
-
-        Raises:
-            OperError: the rank is in another memory domain.
-        """
-        if not self._addresses[rank]:
-            raise OperError("cannot access a rank's replicas", "rank", rank,
-                            f"one of {list(self.members)}, the ranks of this memory domain",
-                            "read them on a rank of that domain")
-        return self.replica_view(self.pieces[table][piece], rank)
-
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:
-        """Return the same view as `replica`; `piece` is the index of a directory."""
+        """Return a mapped view of the replica rows of a rank of this memory domain, [rows, columns]
+        of the table's dtype; `piece` is the index of a directory."""
         d = self.directories[piece]
         return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
                              int(d.num_replica_rows[rank]), d.dim, d.table.dtype)

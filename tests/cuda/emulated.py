@@ -110,8 +110,8 @@ class FromHost:
         found: Lookup = self._tables.resolve(moved(batch, self._tables.device))
         return found
 
-    def replica(self, *args: Any) -> torch.Tensor:
-        found: torch.Tensor = self._tables.replica(*args)
+    def replica_view(self, *args: Any) -> torch.Tensor:
+        found: torch.Tensor = self._tables.replica_view(*args)
         return found.cpu()
 
 

@@ -57,11 +57,11 @@ def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: s
     tables.barrier()
     found |= {t.name: tables.read(t.name) for t in own.tables}
     for t in own.tables:
-        for piece, directory in enumerate(tables.directories[d] for d in tables.pieces[t.name]):
+        for piece in tables.pieces[t.name]:
             for rank in range(group.world_size):
-                if directory.num_replica_rows[rank]:
-                    found[f"replica {t.name} {piece} {rank}"] = tables.replica(
-                        t.name, rank, piece).clone()
+                if tables.directories[piece].num_replica_rows[rank]:
+                    found[f"replica {t.name} {piece} {rank}"] = tables.replica_view(
+                        piece, rank).clone()
     tables.barrier()
     tables.close()
     return found

@@ -52,8 +52,6 @@ class DeviceArenas:
                  domain: list[int] | None, device: torch.device, exchange_bytes: int, pushes: bool,
                  clipped: Collection[str]) -> None:
         W = group.world_size
-        self._directories = directories
-        self._rank = group.rank
         self._device = device
         self.layout = ArenaLayout.build(directories, W, exchange_bytes or _SMALL_BYTES, clipped,
                                         PART_BYTES)
@@ -97,13 +95,6 @@ class DeviceArenas:
     def memory(self, address: int, count: int) -> torch.Tensor:
         """Return a view float32 [count] of memory that this rank can address."""
         return self.segment(address, count, 1, "float32").view(-1)
-
-    def squares(self, piece: int, rounds: int) -> torch.Tensor:
-        """Return a view of the sums of squares of this rank's rows of a piece, float32
-        [rounds * slots]."""
-        count = int(self._directories[piece].num_slots[self._rank]) * rounds
-        return self.memory(self.addresses[self._rank] + int(
-            self.layout.squares[piece, self._rank]), count)
 
     def touched(self, piece: int, rank: int) -> torch.Tensor:
         """Return the slots, int64 [n], of replicated rows that the last step updated on a rank of
