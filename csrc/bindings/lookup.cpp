@@ -464,11 +464,9 @@ int64_t collapse_segment(int64_t address, int64_t bytes) {
       collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
 }
 
-// View [rows, columns] of mapped memory with elements of a RowType; the caller keeps the mapping
-// alive.
-Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
-  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  return tensor_at(reinterpret_cast<void*>(address), {rows, columns}, kTypes[type], kHostMemory);
+// View, uint8 [bytes], of mapped memory; the caller keeps the mapping alive.
+Tensor segment_bytes(int64_t address, int64_t bytes) {
+  return tensor_at(reinterpret_cast<void*>(address), {bytes}, ScalarType::Byte, kHostMemory);
 }
 
 std::string kernel_name() { return kernels().name; }
@@ -481,7 +479,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
                 "(int address, int fd, int offset, int bytes, bool writable) -> int");
   OPER_OPERATOR(unmap_segment, "(int address, int bytes) -> ()");
   OPER_OPERATOR(collapse_segment, "(int address, int bytes) -> int");
-  OPER_OPERATOR(segment_view, "(int address, int rows, int columns, int type=0) -> Tensor");
+  OPER_OPERATOR(segment_bytes, "(int address, int bytes) -> Tensor");
   OPER_OPERATOR(kernel_name, "() -> str");
   OPER_OPERATOR(last_level_cache_bytes, "() -> int");
   m.def(oper::kLookupForward);

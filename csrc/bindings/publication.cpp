@@ -44,11 +44,6 @@ static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 Control& control_at(int64_t address) { return *reinterpret_cast<Control*>(address); }
 
-// View, uint8 [bytes], of mapped memory; the caller keeps the mapping alive.
-Tensor segment_bytes(int64_t address, int64_t bytes) {
-  return tensor_at(reinterpret_cast<void*>(address), {bytes}, ScalarType::Byte, kHostMemory);
-}
-
 int64_t publication_control_bytes() { return static_cast<int64_t>(sizeof(Control)); }
 
 int64_t publication_slots() { return kReaderSlots; }
@@ -167,7 +162,6 @@ int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(segment_bytes, "(int address, int bytes) -> Tensor");
   OPER_OPERATOR(publication_control_bytes, "() -> int");
   OPER_OPERATOR(publication_slots, "() -> int");
   OPER_OPERATOR(publication_epoch, "(int control) -> int");

@@ -225,7 +225,7 @@ def page_kind() -> str:
     try:
         os.ftruncate(fd, size)
         address = map_segment(fd, size, True)
-        torch.ops.oper.segment_view(address, size // 256, 64).fill_(1.0)
+        torch.ops.oper.segment_bytes(address, size).fill_(1)
         collapsed = torch.ops.oper.collapse_segment(address, size)
     finally:
         if address:

@@ -18,7 +18,7 @@ from oper.shmem.keys.directories import Keys
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.memory.quantise import as_rows, dequantise
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
-from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
+from oper.shmem.placement.layout import ArenaLayout
 from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 
 # Dtypes in which rows are returned; quantised rows are returned as float32.
@@ -126,10 +126,11 @@ class LogicalRows:
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         """Return mapped memory as a tensor [rows, columns] of `dtype`; quantised rows as bytes."""
-        if dtype in CODE_BITS:
-            width = bytes_of_row(dtype, columns)
-            return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
-        return torch.ops.oper.segment_view(address, rows, columns, ROW_TYPES.index(dtype))
+        width = bytes_of_row(dtype, columns)
+        stored: torch.Tensor = torch.ops.oper.segment_bytes(address, rows * width)
+        if dtype not in CODE_BITS:
+            stored, width = stored.view(getattr(torch, dtype)), columns
+        return stored.view(rows, width)
 
     def columns(self, part: str, piece: int) -> slice:
         """Return the columns of the table that a piece covers; ``slice(0, 1)`` for a state with one

@@ -74,19 +74,19 @@ def test_segments_are_sealed() -> None:
 
 
 def test_arenas_are_seen_by_all_and_start_as_zeros() -> None:
-    def body(group) -> list[float]:
+    def body(group) -> list[int]:
         heap = HostHeap(group, [4096] * 3)
-        mine = torch.ops.oper.segment_view(heap.addresses[group.rank], 1024, 1)
+        mine = torch.ops.oper.segment_bytes(heap.addresses[group.rank], 4096)
         assert not mine.any()
         group.all_gather(None)
-        mine.fill_(group.rank + 1.0)
+        mine.fill_(group.rank + 1)
         group.all_gather(None)
-        sums = [torch.ops.oper.segment_view(a, 1024, 1).sum().item() for a in heap.addresses]
+        sums = [torch.ops.oper.segment_bytes(a, 4096).sum().item() for a in heap.addresses]
         group.all_gather(None)
         heap.close()
         return sums
 
-    assert rs.run_ranks(3, body) == [[1024.0, 2048.0, 3072.0]] * 3
+    assert rs.run_ranks(3, body) == [[4096, 8192, 12288]] * 3
 
 
 def test_unreferenced_tables_release_their_memory() -> None:
