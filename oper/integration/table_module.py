@@ -65,11 +65,17 @@ class TableModule(nn.Module):
         nn.Module.__init__(self)
         self._name = name
         self._parameters = FixedEntries(weight=TableParameter(tables, name, trains))
+        self.num_embeddings, self.embedding_dim = self.weight.shape
         skip_in_fully_shard(self)
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse a lookup in one table of a collection."""
+        raise OperError("cannot call one table of a sharded collection", "table", self._name,
+                        "a call of the collection",
+                        "call the collection, or use an nn.EmbeddingBag or nn.Embedding instead")
+
     def extra_repr(self) -> str:
-        num_rows, dim = self.weight.shape
-        return f"{num_rows}, {dim}, dtype={self.weight.dtype}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.weight.dtype}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
@@ -124,28 +130,11 @@ class TableBag(TableModule, nn.EmbeddingBag):
 
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         super().__init__(tables, name, trains)
-        self.num_embeddings, self.embedding_dim = self.weight.shape
         self.mode = tables.specs[name].pooling
-
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse_lookup(self)
 
 
 class TableEmbedding(TableModule, nn.Embedding):
     """A table of an unpooled collection; lookups go through the collection."""
-
-    def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
-        super().__init__(tables, name, trains)
-        self.num_embeddings, self.embedding_dim = self.weight.shape
-
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse_lookup(self)
-
-
-def _refuse_lookup(module: TableModule) -> NoReturn:
-    raise OperError("cannot call one table of a sharded collection", "table", module._name,
-                    "a call of the collection",
-                    "call the collection, or use an nn.EmbeddingBag or nn.Embedding instead")
 
 
 class TableModules(nn.ModuleDict):

@@ -45,8 +45,6 @@ class _ShardedModule(TableModule):
     def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
                  ) -> None:
         super().__init__(tables, name, module.weight.requires_grad)
-        self.num_embeddings = module.num_embeddings
-        self.embedding_dim = module.embedding_dim
         self.padding_idx = module.padding_idx
         self.max_norm: float | None = None
         self.norm_type = module.norm_type
