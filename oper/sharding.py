@@ -390,10 +390,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             # If the gradient guard of one collection has raised, no collection is updated.
-            refused = next((t.refused for t in found if t.refused is not None), None)
+            refused = next((t.held.refused for t in found if t.held.refused is not None), None)
             if refused is not None:
                 for tables in found:
-                    tables.refused = refused
+                    tables.held.refused = refused
 
 
 def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:

@@ -246,7 +246,7 @@ def why_not_in_parts(tables: Tables) -> str:
         "are dynamic": tables.keys is not None,
         "are in replica groups": tables.replicas is not None,
         "are trained in parts already": tables.turns.parts is not None,
-        "accumulate gradients (no_sync)": tables.holds_gradients,
+        "accumulate gradients (no_sync)": tables.held.holders > 0,
         "move to another plan": tables.migration is not None}
     return next((text for text, holds in reasons.items() if holds), "")
 

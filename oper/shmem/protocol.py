@@ -55,6 +55,8 @@ class Tables(Collection, Protocol):
     num_steps: int
     num_flushes: int
     lookups_at_once: bool
+    held: Any  # `HeldPasses`
+    migration: Any  # `Migration`, or None
     pull: Any
     trains_in_parts: bool
     bounds: Any  # `BoundsCheck`
@@ -63,10 +65,6 @@ class Tables(Collection, Protocol):
     def page_kind(self) -> str: ...
     @property
     def domains(self) -> list[list[int]]: ...
-    @property
-    def holds_gradients(self) -> bool: ...
-    @property
-    def migration(self) -> Any: ...
     def is_trained(self) -> bool: ...
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]: ...

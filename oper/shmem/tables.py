@@ -151,11 +151,11 @@ class ShardedTables(TableUpdates):
         self._heap: HostHeap | None = None
         self._open_heap()
         self.handle = self._create_context()
-        self._migration: Migration | None = None
+        self.migration: Migration | None = None  # the move that is under way
         self._release_when_dropped()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
-        self._held = HeldPasses(self.turns.lock)
+        self.held = HeldPasses(self.turns.lock)
         with torch.inference_mode(False):  # no inference tensor, which could not be trained
             # Makes autograd run the lookups' backward pass although the tables are not parameters.
             self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
@@ -418,12 +418,12 @@ class ShardedTables(TableUpdates):
                 groups `bytes_per_step` is not None or the groups' plans differ.
         """
         refuse_in_parts(self, "cannot move tables to another plan")
-        if self._migration is not None:
+        if self.migration is not None:
             raise InvalidInputError("cannot move tables to another plan", "plan",
                                     "a move is under way", "one at a time",
                                     "wait until `migration` is None, or stop_migration()")
         make = partial(self._begin_migration, plan, bytes_per_step)
-        self._migration = make() if self.replicas is None else begin_move(
+        self.migration = make() if self.replicas is None else begin_move(
             self, plan, bytes_per_step, make)
 
     def _begin_migration(self, plan: Plan, bytes_per_step: int | None) -> Migration:
@@ -434,23 +434,18 @@ class ShardedTables(TableUpdates):
     @in_turn
     def finish_migration(self) -> None:
         """Copy all remaining rows of a move now and switch to the new plan. Collective."""
-        if self._migration is not None:
-            self._migration.finish()
-            self._migration = None
+        if self.migration is not None:
+            self.migration.finish()
+            self.migration = None
             if self.replicas is not None:
                 self.replicas.restart_changes()
-
-    @property
-    def migration(self) -> Migration | None:
-        """The move that is under way, or None."""
-        return self._migration
 
     @in_turn
     def stop_migration(self) -> None:
         """Cancel a move that is under way and stay with the old plan. Every rank must call it."""
-        if self._migration is not None:
-            self._migration.stop()
-            self._migration = None
+        if self.migration is not None:
+            self.migration.stop()
+            self.migration = None
 
     def like(self, plan: Plan) -> ShardedTables:
         """Return tables like these under another plan, with uninitialised arenas. Collective."""
@@ -482,8 +477,8 @@ class ShardedTables(TableUpdates):
         super().flush_replicas()
         if self.replicas is not None:
             self.replicas.agree(super().flush_replicas)
-        if self._migration is not None:
-            self._migration.restart()
+        if self.migration is not None:
+            self.migration.restart()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -522,7 +517,7 @@ class ShardedTables(TableUpdates):
             setattr(self, name, getattr(other, name))
         self._arguments = other._arguments.copied()
         self._skipped = dict(other._skipped)
-        self._held.passes, self._held.refused = list(other._held.passes), other._held.refused
+        self.held.passes, self.held.refused = list(other.held.passes), other.held.refused
         self.bounds = copy.deepcopy(other.bounds, memo)
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}

@@ -37,12 +37,12 @@ class TableUpdates(MeasuredTables):
     gradient_scale: float
     operators: Any
     _clamp: GradientClamp
-    _migration: Any
+    migration: Any
     _arguments: KernelArguments
     _rounding_keys: dict[str, tuple[int, int]]
     _table_of: list[str]
     _backward_op: Any
-    _held: HeldPasses
+    held: HeldPasses
     _known: Callable[[Lookup], ResolvedIds | None]
     _raise: Callable[..., Any]
 
@@ -63,7 +63,7 @@ class TableUpdates(MeasuredTables):
                 self.turns.end(parts)
             if os.getpid() != self._process or self._heap is None:
                 self._check_process()
-            held = self._held
+            held = self.held
             for part in parts:
                 part.frozen |= self.frozen
                 if part.batch.shared is not None and (
@@ -98,22 +98,22 @@ class TableUpdates(MeasuredTables):
         try:
             yield
         except InvalidInputError as error:
-            if self._held.holders:
-                self._held.refused = error
+            if self.held.holders:
+                self.held.refused = error
             else:
                 self._leave_out(error)
             raise
 
     def _leave_out(self, error: Exception) -> None:
         """Make all ranks skip the update in which they wait for this rank. Collective."""
-        self._held.drop()  # the other ranks drop their passes, too
+        self.held.drop()  # the other ranks drop their passes, too
         if self.turns.parts is not None:
             self.turns.parts.refuse(error)
         else:
             self.refuse()
 
     def _refuse_held(self) -> NoReturn:
-        error = self._held.refused
+        error = self.held.refused
         assert error is not None
         self._leave_out(error)
         raise InvalidInputError("no rank makes this update", "error of a pass under no_sync",
@@ -137,15 +137,15 @@ class TableUpdates(MeasuredTables):
     def _tell_refused(self, collective: bool, trains: bool) -> None:
         """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
         in lookups, its update."""
-        if self._waits or (trains and self._exchange is None and not self.holds_gradients):
+        if self._waits or (trains and self._exchange is None and not self.held.holders):
             torch.ops.oper.lookup_refuse(self.handle, collective)
-        elif trains and not self.holds_gradients:
+        elif trains and not self.held.holders:
             torch.ops.oper.lookup_refuse_update(self.handle)
 
     def _refuse_in_groups(self) -> None:
         """Make the other replica groups skip the update of a refused lookup. Within `no_sync` only
         the lookup's gradient is missing from an update that all groups make later."""
-        if self.replicas is not None and not self.holds_gradients:
+        if self.replicas is not None and not self.held.holders:
             self.replicas.refuse_update()
 
     def _skip_in_family(self) -> None:
@@ -159,18 +159,18 @@ class TableUpdates(MeasuredTables):
         if not self.notifies_peers:
             return
         self.drop_in_family()
-        if self.replicas is not None and not self.holds_gradients:  # else its update is still made
+        if self.replicas is not None and not self.held.holders:  # else its update is still made
             self.replicas.note_refused()
         for tables in [t for t in self.family if t._heap is not None]:
-            if tables is not self and (tables.has_push or not tables.holds_gradients):
+            if tables is not self and (tables.has_push or not tables.held.holders):
                 torch.ops.oper.lookup_skip(tables.handle)
 
     def drop_in_family(self) -> None:
         """Drop the gradients held back in all tables of the model, for an update that is skipped.
         """
         for tables in [*self.family]:
-            if not tables.holds_gradients:
-                tables._held.drop()
+            if not tables.held.holders:
+                tables.held.drop()
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.
@@ -227,10 +227,10 @@ class TableUpdates(MeasuredTables):
             self.frozen_by_all = False
         for notify in self.on_update:
             notify()
-        if self._migration is not None:
-            self._migration.note(passed.batch, passed.offsets)
-            if self._migration.advance():
-                self._migration = None
+        if self.migration is not None:
+            self.migration.note(passed.batch, passed.offsets)
+            if self.migration.advance():
+                self.migration = None
 
     def count_step(self, frozen: frozenset[str]) -> None:
         """Count an update, in which tables named `frozen` do not change."""
@@ -292,21 +292,7 @@ class TableUpdates(MeasuredTables):
         Applies to the backward passes of all threads.
         """
         refuse_in_parts(self, "cannot accumulate gradients")
-        return self._held.hold()
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether a thread is within `no_sync`."""
-        return self._held.holders > 0
-
-    @property
-    def refused(self) -> Exception | None:
-        """Why the gradients held back by `no_sync` must not be applied, or None."""
-        return self._held.refused
-
-    @refused.setter
-    def refused(self, error: Exception | None) -> None:
-        self._held.refused = error
+        return self.held.hold()
 
     @in_turn
     def drop_gradients(self) -> None:
@@ -319,9 +305,9 @@ class TableUpdates(MeasuredTables):
         """
         if self.turns.parts is not None:
             self.turns.parts.check_drop()
-        if self._held.refused is not None and not self.turns.is_alone:
-            self._leave_out(self._held.refused)
-        self._held.passes, self._held.refused = [], None
+        if self.held.refused is not None and not self.turns.is_alone:
+            self._leave_out(self.held.refused)
+        self.held.passes, self.held.refused = [], None
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,

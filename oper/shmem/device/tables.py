@@ -283,7 +283,7 @@ class DeviceTables(ShardedTables):
         batch = self._refused_pass().batch
         if self.has_push and batch.pooled:
             self.forward(batch, collective=True)
-        if not self._held.holders:
+        if not self.held.holders:
             self.refuse()
 
     def refuse(self) -> None:
