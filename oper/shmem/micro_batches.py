@@ -63,7 +63,7 @@ class MicroBatches:
         is_updated = False
         try:
             try:
-                self._worker.end()
+                self._worker.settle()
             finally:
                 for tables in self._tables:
                     tables.turns.parts = None
@@ -116,10 +116,6 @@ class _Worker:
             if future.done():
                 future.result()
 
-    def end(self) -> None:
-        """Wait until all queued calls are done."""
-        wait(self._submitted)
-
 
 class Parts:
     """The state of one collection's tables while a batch is trained in parts.
@@ -133,6 +129,7 @@ class Parts:
 
     def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
         self._tables, self._worker, self._num_passes = tables, worker, num_passes
+        self.settle = worker.settle
         self._num_sent = 0  # parts whose gradients `send_gradients` has got
         self._last: Backward | None = None  # the last of them
 
@@ -185,10 +182,6 @@ class Parts:
             raise InvalidInputError("cannot train another part of this batch", "num_passes",
                                     self._num_passes, "at least the number of backward passes",
                                     "pass the number of parts, or leave num_passes out")
-
-    def settle(self) -> None:
-        """Wait until all queued calls are done; returns at once on the worker thread itself."""
-        self._worker.settle()
 
     def update(self) -> None:
         """Update the rows with the gradients of all parts, unless the last part has done so."""

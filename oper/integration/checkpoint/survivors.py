@@ -18,7 +18,7 @@ from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.files import place_of
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES
 from oper.integration.checkpoint.saving import Alone, save_by, tables_of
-from oper.shmem.counters.progress import Mark, Progress
+from oper.shmem.counters.progress import Progress
 from oper.shmem.tables import ShardedTables
 
 _WHAT = "cannot save a checkpoint without the missing ranks"
@@ -48,13 +48,13 @@ class Survivors:
             for part in (t.keys, t.replicas):
                 if part is not None:
                     part.refuse(_WHAT, "save full checkpoints")
+        self._group = tables[0].group
         self._progress = [Progress(t) for t in tables]
-        self._marks: list[Mark] = []
-        self.mark()
 
     def mark(self) -> None:
         """Record that a step is complete on this rank."""
-        self._marks = [p.mark() for p in self._progress]
+        for progress in self._progress:
+            progress.mark()
 
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
              chunk_bytes: int = CHUNK_BYTES) -> bool:
@@ -74,19 +74,18 @@ class Survivors:
             OperError: the rows are not provably of the marked step, or no rank is missing. Nothing
                 is written.
         """
-        for progress, mark in zip(self._progress, self._marks, strict=True):
-            if not progress.is_unchanged(mark):
+        for progress in self._progress:
+            if not progress.is_unchanged():
                 raise OperError(
                     _WHAT, "(arrivals, updates begun, updates ended) by rank",
                     [(c.arrivals, c.begun, c.ended) for c in progress.counts()],
-                    f"{mark.updates} updates begun and ended on all ranks, and no further one",
+                    f"{progress.updates} updates begun and ended on all ranks, and no further one",
                     "an update had begun or may still begin: load the last checkpoint")
-        first = self._progress[0]
         missing = set().union(*(p.missing() for p in self._progress))
         if not missing:
             raise OperError(_WHAT, "ranks that are missing", "none", "at least one",
                             "save a checkpoint with all of them")
-        if first.rank != min(set(range(first.world_size)) - missing):
+        if self._group.rank != min(set(range(self._group.world_size)) - missing):
             return False
         path = place_of(folder)
         save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)

@@ -7,7 +7,7 @@ ended (csrc/host/barrier.h).
 from __future__ import annotations
 
 import select
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from oper.errors import InvalidInputError, OperError
 from oper.shmem.group.desync import FORWARD, GIVEN_UP, BarrierState, barrier_states
@@ -17,19 +17,15 @@ if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
 
 
-class Mark(NamedTuple):
-    """A moment between two updates: kernel context, this rank's barrier arrivals, and updates."""
-
-    handle: int
-    arrivals: int
-    updates: int
-
-
 class Progress:
     """Reads the progress counters of tables whose ranks share memory. No method is collective.
 
     Args:
-        tables: tables in host memory, with a single memory domain.
+        tables: tables in host memory, with a single memory domain; no update may be under way on
+            this rank.
+
+    Attributes:
+        updates: number of updates at the last `mark`.
 
     Raises:
         InvalidInputError: the tables are in device memory or have several memory domains.
@@ -42,15 +38,8 @@ class Progress:
                 f"on {tables.device}, in "
                 f"{'one domain' if tables.is_one_domain else 'several domains'}",
                 "tables in host memory that all ranks share", "save delta checkpoints instead")
-        self._tables = tables
-
-    @property
-    def rank(self) -> int:
-        return self._tables.group.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._tables.group.world_size
+        self._tables, self._rank = tables, tables.group.rank
+        self.mark()
 
     def counts(self) -> list[BarrierState]:
         """Return the barrier state of every rank; empty with a single rank. Raises OperError if
@@ -65,9 +54,9 @@ class Progress:
         """
         late = set()
         # Arrivals must be read after the rank has given up, see `Barrier::arrive`.
-        if any(c.absent == GIVEN_UP for c in self.counts()[self.rank:self.rank + 1]):
+        if any(c.absent == GIVEN_UP for c in self.counts()[self._rank:self._rank + 1]):
             arrivals = [c.arrivals for c in self.counts()]
-            late = {r for r, n in enumerate(arrivals) if n < arrivals[self.rank]}
+            late = {r for r, n in enumerate(arrivals) if n < arrivals[self._rank]}
         return late | self._ended()
 
     def _ended(self) -> set[int]:
@@ -83,14 +72,15 @@ class Progress:
                             "open tables", "load a checkpoint")
         return self._tables._heap
 
-    def mark(self) -> Mark:
-        """Return a mark of the current moment. No update may be under way on this rank."""
+    def mark(self) -> None:
+        """Remember the current moment. No update may be under way on this rank."""
         found = self.counts()
-        arrivals, ended = (found[self.rank].arrivals, found[self.rank].ended) if found else (0, 0)
-        return Mark(self._tables.handle, arrivals, ended)
+        self._handle = self._tables.handle
+        self._arrivals, self.updates = (
+            (found[self._rank].arrivals, found[self._rank].ended) if found else (0, 0))
 
-    def is_unchanged(self, mark: Mark) -> bool:
-        """Return whether all ranks' rows are as they were at a mark of this rank, and will stay so.
+    def is_unchanged(self) -> bool:
+        """Return whether all ranks' rows are as they were at this rank's mark, and will stay so.
 
         This requires that no rank has begun an update after the mark, and that none can begin one.
         No rank can begin one if this rank has since arrived only at barriers of forward passes, and
@@ -99,8 +89,8 @@ class Progress:
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()
-        mine, phase = (found[self.rank].arrivals, found[self.rank].phase) if found else (0, -1)
-        held = (mine == mark.arrivals or phase in FORWARD
+        mine, phase = (found[self._rank].arrivals, found[self._rank].phase) if found else (0, -1)
+        held = (mine == self._arrivals or phase in FORWARD
                 or any(found[r].arrivals < mine + found[r].refuses for r in missing))
-        whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
-        return self._tables.handle == mark.handle and held and whole
+        whole = all(c.begun == c.ended == self.updates for c in found)
+        return self._tables.handle == self._handle and held and whole
