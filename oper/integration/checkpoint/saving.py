@@ -54,7 +54,7 @@ from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
 from oper.integration.checkpoint.table_state import check_optimizers, optimizer_names
 from oper.rows.remap import Remap, load_remap
-from oper.shmem.group.groups import default_group
+from oper.shmem.group.groups import Group, SingleGroup, default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
 from oper.shmem.tables import ShardedTables
@@ -328,7 +328,8 @@ class Ranks:
     """Runs the steps of saving or loading so that each succeeds on all ranks or fails on all.
 
     Args:
-        model: the model; if it has sharded tables, their group identifies a lost rank.
+        model: the model; if it has sharded tables, their group identifies a lost rank. None = the
+            steps are run on this rank only, without communication.
         what: start of error messages, such as "cannot save a checkpoint".
         path: the checkpoint's folder, for error messages.
 
@@ -338,13 +339,14 @@ class Ranks:
         first: whether this is rank 0.
     """
 
-    def __init__(self, model: nn.Module, what: str, path: Path) -> None:
-        self._group = default_group()
+    def __init__(self, model: nn.Module | None, what: str, path: Path) -> None:
+        self._group: Group = SingleGroup() if model is None else default_group()
         self.rank, self.world_size = self._group.rank, self._group.world_size
         self.first = self.rank == 0
         self._what, self._path = what, path
-        self._tables = next((t for t in tables_of(model) if not t.group.is_local
-                             and t.group.world_size == self.world_size), None)
+        self._tables = None if model is None else next(
+            (t for t in tables_of(model) if not t.group.is_local
+             and t.group.world_size == self.world_size), None)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in rank order."""
@@ -372,17 +374,6 @@ class Ranks:
             raise kind(text) from problem
         raise kind(fail(self._what, "folder", str(self._path), "success on every rank",
                         "; ".join(f"rank {r}: {t}" for r, (_, t) in found.items()))) from problem
-
-
-class Alone(Ranks):
-    """Runs the steps on this rank only, without communication."""
-
-    def __init__(self, what: str, path: Path) -> None:
-        self.rank, self.world_size, self.first = 0, 1, True
-        self._what, self._path = what, path
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def _told(error: Exception | None) -> tuple[type[OperError], str] | None:

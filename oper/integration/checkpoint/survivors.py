@@ -17,7 +17,7 @@ from torch import nn
 from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.files import place_of
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES
-from oper.integration.checkpoint.saving import Alone, save_by, tables_of
+from oper.integration.checkpoint.saving import Ranks, save_by, tables_of
 from oper.shmem.counters.progress import Progress
 from oper.shmem.tables import ShardedTables
 
@@ -88,5 +88,5 @@ class Survivors:
         if self._group.rank != min(set(range(self._group.world_size)) - missing):
             return False
         path = place_of(folder)
-        save_by(Alone(_WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)
+        save_by(Ranks(None, _WHAT, path), path, (self._model, self._optimizer, extra), chunk_bytes)
         return True
