@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,7 +10,6 @@ import torch
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.shmem.group.status import Fault, Status
 from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
-from oper.tables import TableSpec
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen: see the comment at `Lookup`
@@ -155,25 +153,6 @@ class ResolvedIds:
                 and (of.weights is None) == (batch.weights is None))
 
 
-@dataclass(frozen=True, slots=True)
-class FailedBatch:
-    """A batch that the kernels refused, and the names needed for the error message.
-
-    Attributes:
-        batch: the batch.
-        offsets: int64 [num_keys * B + 1], bounds of its bags.
-        features: (feature name, table name) in output order.
-        specs: the tables by name.
-        device: the tables' device.
-    """
-
-    batch: Lookup
-    offsets: torch.Tensor
-    features: Sequence[tuple[str, str]]
-    specs: Mapping[str, TableSpec]
-    device: torch.device
-
-
 def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
     """Return `grad`, copied unless each row is contiguous and rows do not overlap."""
     wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
@@ -211,7 +190,8 @@ def refuse_transforms() -> None:
                                 "look up first, and transform the rest of the model")
 
 
-def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
+def raise_status(code: int, detail: int, outbox_bytes: int, batch: Lookup | None = None,
+                 offsets: torch.Tensor | None = None, tables: Any = None) -> NoReturn:
     """Raise the error for a status code of the kernels.
 
     Codes in `PEER_FAILURES`, which a barrier or an exchange reports, belong to `raise_verdict`.
@@ -219,7 +199,9 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     Args:
         code, detail: values returned by the operator; see `Status`.
         outbox_bytes: size of a rank's outbox.
-        failed: the batch of the failed operator; None if the operator had no batch.
+        batch: the batch of the failed operator; None if the operator had no batch.
+        offsets: int64 [num_keys * B + 1], bounds of the batch's bags.
+        tables: the tables that were to look up the batch.
     """
     peer: PeerLostError | DeadlineError | None = None
     if code == Status.PEER_LATE:
@@ -243,16 +225,15 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
                         "enough bytes for the gradients of the batch's distinct rows",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
-    assert failed is not None, f"status {code} without a batch"
-    batch, offsets = failed.batch, failed.offsets
+    assert batch is not None and offsets is not None, f"status {code} without a batch"
     if code == Status.BAD_BATCH:
-        raise InvalidInputError("cannot look up", *_fault(detail, batch, failed.device))
+        raise InvalidInputError("cannot look up", *_fault(detail, batch, tables.device))
     if code == Status.BAG_OUT_OF_RANGE:
         assert batch.shared is not None
         bags = batch.shared.samples[detail]
         count = int(batch.shared.bags[batch.key_of[detail]])
         raise InvalidInputError("cannot look up",
-                                f"min, max of inverse_indices of {failed.features[detail][0]}",
+                                f"min, max of inverse_indices of {tables.features[detail][0]}",
                                 (int(bags.min()), int(bags.max())),
                                 f"0 <= bag < {count}, the number of bags of the feature",
                                 "number the distinct bags consecutively from 0")
@@ -265,8 +246,8 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)
     bad = int(batch.ids[detail])
-    for feature, carrier in zip(failed.features, batch.key_of.tolist(), strict=True):
-        num_rows = failed.specs[feature[1]].num_rows
+    for feature, carrier in zip(tables.features, batch.key_of.tolist(), strict=True):
+        num_rows = tables.specs[feature[1]].num_rows
         if carrier == key and not 0 <= bad < num_rows:
             break  # several features may share the key; this one's table lacks the row
     raise InvalidInputError(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,

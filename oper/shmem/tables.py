@@ -18,7 +18,6 @@ from oper.plan import Plan
 from oper.rows.directory import directories_of
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
-    FailedBatch,
     Lookup,
     ResolvedIds,
     needs_weight_gradient,
@@ -378,8 +377,7 @@ class ShardedTables(TableUpdates):
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._raise_peer_failure(code, detail)
-        raise_status(code, detail, self._layout.outbox_bytes,
-                     FailedBatch(batch, offsets, self.features, self.specs, self.device))
+        raise_status(code, detail, self._layout.outbox_bytes, batch, offsets, self)
 
     @in_turn
     def barrier(self) -> None:

@@ -212,4 +212,4 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                         "make the same calls on all ranks; with several memory domains lookups "
                         "without gradients are collective, too")
     names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS, Status.PEER_REFUSED_BATCH)
-    raise_status(code, rank if names_rank else detail, outbox_bytes, None)
+    raise_status(code, rank if names_rank else detail, outbox_bytes)

@@ -177,7 +177,7 @@ class DeviceExchange(Exchange):
         """
         outbox_bytes = self._tables.arenas.outbox_bytes
         if self._failed is not None:
-            raise_status(*self.check(*self._failed), outbox_bytes, None)
+            raise_status(*self.check(*self._failed), outbox_bytes)
         code, culprit, _ = self._tables.found_error()
         theirs, *found = torch.ops.oper.device_exchange_headers(
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
@@ -187,7 +187,7 @@ class DeviceExchange(Exchange):
         if found[0]:
             if found[0] != _TRANSPORT_FAILED:  # the transport stores its error itself
                 self._failed = found[0], found[1]
-            raise_status(*self.check(*found), outbox_bytes, None)
+            raise_status(*self.check(*found), outbox_bytes)
         return theirs.numpy()
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,

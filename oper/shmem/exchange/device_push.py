@@ -145,7 +145,7 @@ class PushMessages:
         place = torch.arange(32, device=words.device)
         flagged = torch.nonzero((words.to(torch.int64)[:, None] >> place & 1).view(-1))[:, 0]
         if flagged.numel() != runs.sum():
-            raise_status(*x.check(_NO_REQUEST, r), 0, None)
+            raise_status(*x.check(_NO_REQUEST, r), 0)
         padded = 32 * _words(n)
         shift = (np.cumsum(n) - n) - (np.cumsum(padded) - padded)
         return torch.cat([flagged + x.spread(shift, runs), flagged.new_full((1,), int(n.sum()))]

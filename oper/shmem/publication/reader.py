@@ -25,7 +25,6 @@ import torch
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
-    FailedBatch,
     Lookup,
     raise_status,
     refuse_weight_gradient,
@@ -170,8 +169,7 @@ class PublishedTables(BufferRows):
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if code:
-            raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs,
-                                                     self.device))
+            raise_status(code, detail, 0, batch, offsets, self)
 
     def _checked(self, batch: Lookup) -> Lookup:
         """Check the pinned epoch; returns the batch after `BoundsCheck.repair`."""
