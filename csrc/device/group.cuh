@@ -54,12 +54,8 @@ struct Group {
   OPER_DEVICE void sync() const { __syncwarp(mask); }
 
   // Number of this group in the grid, and the number of groups.
-  static OPER_DEVICE int64_t index() {
-    return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / G;
-  }
-  static OPER_DEVICE int64_t count() {
-    return static_cast<int64_t>(gridDim.x) * blockDim.x / G;
-  }
+  static OPER_DEVICE int64_t index() { return thread_index() / G; }
+  static OPER_DEVICE int64_t count() { return num_threads() / G; }
 };
 
 OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }

@@ -40,6 +40,12 @@
 
 namespace oper::device {
 
+// Number of this thread in the grid, and the number of threads.
+OPER_DEVICE int64_t thread_index() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+OPER_DEVICE int64_t num_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
 OPER_DEVICE void wait_for_earlier_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -63,9 +63,7 @@ OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i)
 // One thread per number or, when slots are packed, per word. Slots from a peer are checked before
 // they are used as indices.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       k < parts.num_numbers; k += step) {
+  for (int64_t k = thread_index(); k < parts.num_numbers; k += num_threads()) {
     const int64_t* x = row_of<WireParts::kWidth>(parts.parts, parts.num_parts, k);
     const int64_t i = k - x[WireParts::kFirst], per_entry = x[WireParts::kPerEntry];
     const int64_t memory = x[WireParts::kMemory], wire = x[WireParts::kWire];

@@ -212,9 +212,7 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolAr
   // Not in lockstep, as the groups of a warp may have different features.
   const Group<Shape::G> group;
   if (a.batch.bounds[0] == kRefusedBound) {  // there are no tiles that would write the output
-    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-         k < a.out.rows * a.out.stride; k += step)
+    for (int64_t k = thread_index(); k < a.out.rows * a.out.stride; k += num_threads())
       a.out.data[k] = 0.0f;
     return;
   }

@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(256)
 // ---- keys that a rank has seen -------------------------------------------------------------------
 
 __global__ void __launch_bounds__(256) add_kernel(ListedIds x, int64_t first, SeenKeys seen) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < x.num_ids;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t i = thread_index(); i < x.num_ids; i += num_threads()) {
     const uint64_t hash = x.hashes[i];
     seen.hashes[first + i] = hash;
     seen.where[first + i] = x.where[i];
@@ -115,8 +114,7 @@ __global__ void __launch_bounds__(256) add_kernel(ListedIds x, int64_t first, Se
 // table.
 __global__ void __launch_bounds__(256) number_kernel(SeenKeys seen) {
   const int64_t num_runs = *seen.pairs.num_runs;
-  for (int64_t p = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; p < seen.num_ids;
-       p += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t p = thread_index(); p < seen.num_ids; p += num_threads()) {
     const int64_t run =
         last_at_most(seen.pairs.run_begin, num_runs, static_cast<uint32_t>(p));
     const int64_t table = seen.where[seen.pairs.payloads[p]] >> 1;
@@ -152,8 +150,7 @@ __global__ void __launch_bounds__(256)
     leave_kernel(KeyView keys, SeenKeys seen, bool found_varies) {
   const KeyLists& own = keys.lists[keys.rank];
   const int64_t num_runs = *seen.pairs.num_runs, num_keys = own.begin[keys.num_tables * keys.world_size];
-  for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       r < num_keys && r < keys.capacity; r += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t r = thread_index(); r < num_keys && r < keys.capacity; r += num_threads()) {
     const int64_t begin = seen.pairs.run_begin[r];
     const int64_t end = r + 1 < num_runs ? seen.pairs.run_begin[r + 1] : seen.num_ids;
     bool found = false;

@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(256) chain_kernel(View view, Inbox inbox) {
     const uint32_t* segments = outbox_segments(box);
     const uint32_t* slots = reinterpret_cast<const uint32_t*>(
         box + reinterpret_cast<const OutboxHeader*>(box)->slots_offset);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < begin[T];
-         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    for (int64_t i = thread_index(); i < begin[T]; i += num_threads()) {
       const int64_t t = last_at_most(begin, T, i);
       const uint32_t slot = slots[segments[t * W + view.rank] + (i - begin[t])];
       const uint32_t row = static_cast<uint32_t>(view.own_begin[t] + slot);
@@ -218,8 +217,7 @@ __global__ void __launch_bounds__(256)
   const int64_t T = view.num_tables;
   for (int64_t source = 0; source < view.world_size; ++source) {
     const int64_t* begin = inbox.list_begin + source * (T + 1);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < begin[T];
-         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    for (int64_t i = thread_index(); i < begin[T]; i += num_threads()) {
       const int64_t t = last_at_most(begin, T, i);
       mark_updated(view, optimizers, t,
                    inbox.rows[source * inbox.capacity + i] - view.own_begin[t]);
@@ -231,8 +229,7 @@ __global__ void __launch_bounds__(256)
     mark_runs_kernel(View view, BatchPlan plan, const UpdateArgs* optimizers) {
   if (*plan.refused != 0) return;
   const int64_t num_runs = plan.segments[view.num_tables];
-  for (int64_t run = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; run < num_runs;
-       run += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t run = thread_index(); run < num_runs; run += num_threads()) {
     const int64_t key = plan.keys.at(plan.run_begin[run]);
     const int64_t t = last_at_most(view.table_keys, view.num_tables, key);
     mark_updated(view, optimizers, t, key - view.table_keys[t]);

@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(256)
   const int64_t W = view.world_size;
   const int64_t none = view.num_tables * W;
   const int64_t num_pairs = plan.feature_begin[view.num_features];
-  for (int64_t p = num_pairs + blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-       p < batch.max_pairs; p += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t p = num_pairs + thread_index(); p < batch.max_pairs; p += num_threads()) {
     push.keys.set(p, none << 32);
     push.payloads[p] = 0;
   }
@@ -117,8 +116,7 @@ __global__ void __launch_bounds__(256)
   float* weights = reinterpret_cast<float*>(request + header->weights_offset);
   const int64_t runs = header->num_runs;
   const int64_t none = static_cast<int64_t>(view.num_tables) * view.world_size << 32;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t thread = thread_index(), step = num_threads();
   if (*plan.refused)
     for (int64_t k = thread; k < batch.num_bounds; k += step) bounds[k] = kRefusedBound;
   if (runs == 0) return;

@@ -136,8 +136,7 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   const OutboxHeader* header = reinterpret_cast<const OutboxHeader*>(box);
   uint32_t* segments = outbox_segments(box);
   const bool is_closed = outbox_is_closed(view);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t thread = thread_index(), step = num_threads();
   for (int64_t k = thread; k <= T * W; k += step) segments[k] = is_closed ? 0 : plan.segments[k];
   if (is_closed) return;
   uint32_t* slots = reinterpret_cast<uint32_t*>(box + header->slots_offset);

@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(256) lay_out_kernel(View view, Batch batch, Ba
 __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch, BatchPlan plan) {
   const int64_t num_keys = view.table_keys[view.num_tables];
   const int64_t num_pairs = plan.feature_begin[view.num_features];
-  for (int64_t p = num_pairs + blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-       p < batch.max_pairs; p += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t p = num_pairs + thread_index(); p < batch.max_pairs; p += num_threads()) {
     plan.keys.set(p, num_keys);
     plan.payloads[p] = 0;
   }

@@ -43,8 +43,7 @@ __global__ void __launch_bounds__(256)
 template <class Body>
 OPER_DEVICE void for_keys(const KeyView& keys, const KeyInbox& inbox, Body body) {
   const int32_t W = keys.world_size, parts = keys.num_tables * W;
-  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       e < inbox.begin[parts]; e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t e = thread_index(); e < inbox.begin[parts]; e += num_threads()) {
     const int32_t part = static_cast<int32_t>(last_at_most(inbox.begin, parts, e));
     const int64_t first = keys.lists[part % W].begin[part / W * W + keys.rank];
     body(e, part, first + e - inbox.begin[part]);
