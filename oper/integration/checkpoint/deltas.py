@@ -51,6 +51,7 @@ from oper.integration.checkpoint.saving import (
 from oper.integration.checkpoint.table_state import all_ranks
 from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedKeys, ChangedRows
+from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 from oper.support.files import read_json, write_text
@@ -73,6 +74,7 @@ class DeltaCheckpoints:
             larger delta waits for the disk.
 
     Attributes:
+        part_bytes: approximate size of a file of rows, in bytes.
         written_bytes: bytes of deltas that this rank has written so far.
 
     Raises:
@@ -93,7 +95,7 @@ class DeltaCheckpoints:
                 "at least one collection, at least a byte", "save full checkpoints")
         self._changed: list[ChangedRows] = [
             ChangedRows(t) if t.replicas is None else t.replicas.changed_rows() for t in found]
-        self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
+        self.part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         # Parts to write. One more is being filled and one written, so five buffers are in use.
         self._queue: queue.Queue[Any] = queue.Queue(3)
         self._free: list[torch.Tensor] = []  # buffers of parts that have been written
@@ -182,7 +184,8 @@ class DeltaCheckpoints:
         # `take` has cleared the marks, so if copying fails, the next save must be a full one.
         folder, self._folder = self._folder, None
         assert folder is not None
-        parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since))
+        parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since),
+                       all_ranks(self._changed[0].tables))
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
             replicas = changed.tables.replicas
             for piece, mine in (slots or {}).items():
@@ -193,12 +196,6 @@ class DeltaCheckpoints:
         parts.end(extra)
         self._folder, self._number, self._since = folder, self._number + 1, step
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Rank of this process, and the number of ranks, of all replica groups."""
-        whole = all_ranks(self._changed[0].tables)
-        return whole.rank, whole.world_size
-
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """Copy all values to save other than table rows."""
         with rows_never():
@@ -206,14 +203,9 @@ class DeltaCheckpoints:
             check_readable("cannot save a delta", state | {"extra": values})
             return copy_state(state, values)
 
-    @property
-    def part_bytes(self) -> int:
-        """Approximate size of a file of rows, in bytes."""
-        return self._part_bytes
-
     def take_memory(self) -> torch.Tensor:
         """Return a buffer for a part, uint8 [part_bytes], reusing that of a written part."""
-        return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
+        return self._free.pop() if self._free else torch.empty(self.part_bytes, dtype=torch.uint8)
 
     def put(self, memory: torch.Tensor, part: Callable[[], tuple[Any, ...]]) -> None:
         """Queue a part for the writing thread; blocks while three others are queued.
@@ -320,11 +312,11 @@ class _Parts:
     values that the next step may overwrite are copied; the writing thread computes ids and
     serialises the state."""
 
-    def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
+    def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int],
+                 ranks: Group) -> None:
         self._owner, self._folder = owner, folder
-        rank, world_size = owner.rank
         self._where = {"number": int(folder.name), "step": steps[0], "since": steps[1],
-                       "rank": rank, "world_size": world_size, "part": 0,
+                       "rank": ranks.rank, "world_size": ranks.world_size, "part": 0,
                        "time_us": int(time.time() * 1e6)}
         self._arrays: dict[str, np.ndarray] = {}
         # By array of ids: the directory, the rank that owns the rows, and their slots.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,11 +116,11 @@ def _check_states(rows: Iterable[str], wanted: Container[str], stored: Container
                                     "shard with the optimizer of the run that saved")
 
 
-def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
-    """Whether this rank owns any part of a stored chunk."""
-    begin, num_rows = chunk.offsets[0], chunk.sizes[0]
-    first, width = (chunk.offsets[1], chunk.sizes[1]) if len(chunk.sizes) > 1 else (0, 1)
-    return value.is_held_here(begin, begin + num_rows, range(first, first + width))
+def _is_wanted(rows: TableRows, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether this rank owns any part of a range of rows or of rows and columns."""
+    begin, first = (*offsets, 0)[:2]
+    num_rows, width = (*sizes, 1)[:2]
+    return rows.is_held_here(begin, begin + num_rows, range(first, first + width))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -207,7 +207,7 @@ class LoadPlanner(DefaultLoadPlanner):
         items = []
         for k, chunk in enumerate(stored.chunks):
             # Ranks without rows of a small table have stored empty chunks.
-            if 0 in chunk.sizes or not _is_wanted(value, chunk):
+            if 0 in chunk.sizes or not _is_wanted(value, chunk.offsets, chunk.sizes):
                 continue
             index = MetadataIndex(name, chunk.offsets, k)
             items.append(ReadItem(
@@ -242,12 +242,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def wants_piece(self, read_item: ReadItem, begin: int, num_rows: int) -> bool:
         """Whether this rank owns any of rows `[begin, begin + num_rows)` of a stored chunk."""
         first, *column = read_item.dest_offsets
-        width = read_item.lengths[1] if column else 1
-        start = column[0] if column else 0
-        rows = self.state_dict[read_item.dest_index.fqn]
-        assert isinstance(rows, TableRows)
-        return rows.is_held_here(first + begin, first + begin + num_rows,
-                                 range(start, start + width))
+        return _is_wanted(self.state_dict[read_item.dest_index.fqn], (first + begin, *column),
+                          (num_rows, *read_item.lengths[1:]))
 
     def commit_piece(self, read_item: ReadItem, begin: int, values: torch.Tensor) -> None:
         """Write `values`, the rows of a stored chunk from its row `begin` on, to the table."""
