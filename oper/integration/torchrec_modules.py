@@ -253,7 +253,12 @@ def _forget_weights(groups: list[dict[str, Any]]) -> None:
 
 
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
-    """Base class of pooled and unpooled sharded collections."""
+    """Base class of pooled and unpooled sharded collections.
+
+    Attributes:
+        features: names of the features that the collection looks up, table by table.
+        output_dtype: dtype of the returned embeddings.
+    """
 
     _prefix: str  # of the names of table parameters in the state_dict
     _unsharded: type
@@ -263,12 +268,12 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                  ) -> None:
         super().__init__()
         quantised = isinstance(collection, _QUANTISED)
-        self._output_dtype = collection.output_dtype() if quantised else torch.float32
-        self._converts = self._output_dtype != torch.float32  # lookups return float32
+        self.output_dtype = collection.output_dtype() if quantised else torch.float32
+        self._converts = self.output_dtype != torch.float32  # lookups return float32
         self._configs = list(configs_of(collection))
         self.tables = tables
         self._names = dict(names)
-        self._features = [f for c in self._configs for f in c.feature_names]
+        self.features = [f for c in self._configs for f in c.feature_names]
         self._output_names = [
             n for group in get_embedding_names_by_table(self._configs) for n in group]
         self._key_of: dict[tuple[str, ...], torch.Tensor] = {}
@@ -300,16 +305,6 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         with contextlib.suppress(Exception):  # the forward pass raises it, and notifies all ranks
             self._prefetched.enqueue(features, self.lookup_of(features))
 
-    @property
-    def features(self) -> list[str]:
-        """Names of the features that the collection looks up, table by table."""
-        return self._features
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """Dtype of the returned embeddings."""
-        return self._output_dtype
-
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         """Return the `Lookup` of a batch, with preprocessed ids if `prefetch` got the batch."""
         if self._prefetched.queued:
@@ -327,7 +322,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         shared = None
         if features.variable_stride_per_key() or (
                 self._pooled and features.inverse_indices_or_none() is not None):
-            lengths, size, shared = padded_lengths(features, self._features, self._pooled,
+            lengths, size, shared = padded_lengths(features, self.features, self._pooled,
                                                    self._shares)
         else:
             lengths, size = features.lengths(), features.stride()
@@ -350,13 +345,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def _find(self, keys: tuple[str, ...]) -> torch.Tensor:
         at = {key: k for k, key in enumerate(keys)}
-        missing = [f for f in self._features if f not in at]
+        missing = [f for f in self.features if f not in at]
         if missing:
             raise InvalidInputError("cannot look up", "missing features", missing[:8],
-                                    f"all of {self._features[:8]}... among the keys",
+                                    f"all of {self.features[:8]}... among the keys",
                                     "add them to the KeyedJaggedTensor")
         with torch.inference_mode(False):  # cached, and also used outside inference mode
-            return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
+            return torch.tensor([at[f] for f in self.features], dtype=torch.int64)
 
     # ---- TorchRec's pipelines --------------------------------------------------------------------
 
@@ -462,9 +457,9 @@ class ShardedEmbeddingBags(_ShardedCollection):
     def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor, shares: bool
                 ) -> torch.Tensor:
         if not shares and features.inverse_indices_or_none() is not None:
-            values = spread(values, self._offsets, self._features, features)
+            values = spread(values, self._offsets, self.features, features)
         # Skipped if there is nothing to convert: even a no-op `to` takes 1 % of a step.
-        return values.to(self._output_dtype) if self._converts else values
+        return values.to(self.output_dtype) if self._converts else values
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the unsharded collection's table configurations."""
@@ -511,17 +506,17 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         batch = super().lookup_of(features)
-        batch.apart = (len(self._features) > 1 and self.tables.takes_parts
+        batch.apart = (len(self.features) > 1 and self.tables.takes_parts
                        and not torch.compiler.is_compiling())
         return batch
 
     def _jagged(self, values: torch.Tensor | Sequence[torch.Tensor], features: KeyedJaggedTensor
                 ) -> dict[str, JaggedTensor]:
         # Not `to_dict`, which also computes offsets; a JaggedTensor computes them on first use.
-        keys, at = features.keys(), list(range(len(self._features)))
-        if keys != self._features:
+        keys, at = features.keys(), list(range(len(self.features)))
+        if keys != self.features:
             place = {key: k for k, key in enumerate(keys)}
-            at = [place[f] for f in self._features]
+            at = [place[f] for f in self.features]
         lengths = (torch.split(features.lengths(), features.stride_per_key())
                    if features.variable_stride_per_key()
                    else features.lengths().view(len(keys), features.stride()).unbind())
@@ -529,7 +524,7 @@ class ShardedEmbeddings(_ShardedCollection):
             counts = features.length_per_key()
             values = torch.split(values, [counts[k] for k in at])
         if self._converts:
-            values = [x.to(self._output_dtype) for x in values]
+            values = [x.to(self.output_dtype) for x in values]
         ids = (torch.split(features.values(), features.length_per_key()) if self._need_indices
                else None)
         return {
