@@ -313,49 +313,38 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0, fuse: bool =
     reader = Reader(name, timeout_s)
     try:
         _check_same(reader, targets, dense)
-        built = _Parts(reader, model, targets, fuse)
+        return _served(reader, model, targets, fuse).eval()
     except BaseException:
         reader.close()
         raise
-    served = ServedModel(reader, built.parts, built.tables)
-    served.eval()
-    return served
 
 
-class _Parts:
-    """Two instances of the model, one for each of the publication's two buffers.
+def _served(reader: Reader, model: nn.Module, targets: list[Target], fuse: bool) -> ServedModel:
+    """Build an instance of the model for each of the publication's two buffers."""
+    all_tables: list[PublishedTables] = []
 
-    Attributes:
-        parts: the model on buffer 0 and on buffer 1.
-        tables: the tables of both.
-    """
-
-    def __init__(self, reader: Reader, model: nn.Module, targets: list[Target], fuse: bool
-                 ) -> None:
-        self.tables: list[PublishedTables] = []
-        if targets[0].path == "":
-            made = [self._module(reader, targets[0], buffer) for buffer in range(2)]
-            self.parts = (made[0], made[1])
-            return
-        for target in targets:
-            _put(model, target.path, nn.Identity())
-        for owner, values, key in _dense_places(model):
-            empty = torch.empty_like(values[key], device="meta")
-            values[key] = (nn.Parameter(empty, requires_grad=False)
-                           if values is owner._parameters else empty)
-        copies = (model, copy.deepcopy(model))
-        for buffer, part in enumerate(copies):
-            part.load_state_dict(reader.dense(buffer), assign=True)
-            for target in targets:
-                _put(part, target.path, self._module(reader, target, buffer))
-            part.eval()
-        self.parts = (fused(copies[0]), fused(copies[1])) if fuse else copies
-
-    def _module(self, reader: Reader, target: Target, buffer: int) -> nn.Module:
+    def module(target: Target, buffer: int) -> nn.Module:
         features = [(f, spec.name) for spec in target.specs for f in spec.features]
         tables = PublishedTables(reader, buffer, features)
-        self.tables.append(tables)
+        all_tables.append(tables)
         return replacement(target, tables).eval()
+
+    if targets[0].path == "":
+        parts = (module(targets[0], 0), module(targets[0], 1))
+        return ServedModel(reader, parts, all_tables)
+    for target in targets:
+        _put(model, target.path, nn.Identity())
+    for owner, values, key in _dense_places(model):
+        empty = torch.empty_like(values[key], device="meta")
+        values[key] = (nn.Parameter(empty, requires_grad=False)
+                       if values is owner._parameters else empty)
+    copies = (model, copy.deepcopy(model))
+    for buffer, part in enumerate(copies):
+        part.load_state_dict(reader.dense(buffer), assign=True)
+        for target in targets:
+            _put(part, target.path, module(target, buffer))
+        part.eval()
+    return ServedModel(reader, (fused(copies[0]), fused(copies[1])) if fuse else copies, all_tables)
 
 
 def _put(model: nn.Module, path: str, child: nn.Module) -> None:
