@@ -330,26 +330,24 @@ void decode_rows(Tensor from, int64_t bits, Tensor rows) {
 }
 
 // Returns the sums of gradients of this rank's rows of a table that one backward pass without
-// update has kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers;
-// the same of pushed tiers.
-std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
+// update has kept, of pulled tiers or, if `pushed`, of pushed tiers: slots, uint32 [n] stored as
+// int32, and sums, float32 [n, dim].
+std::tuple<Tensor, Tensor> context_kept(int64_t handle, int64_t table, bool pushed) {
   const auto context = context_of(handle);
   STD_TORCH_CHECK(context->num_left == 1, "internal: kept gradients are not those of one batch");
   const Table& of = context->tables.at(table);
-  Tensor out[4];
-  for (const int pushed : {0, 1}) {
-    const PushedRows& kept = of.left[pushed][0];
-    const int64_t n = std::ssize(kept.slots);
-    out[2 * pushed] = pooled_tensor(ScalarType::Int, {n});
-    out[2 * pushed + 1] = pooled_tensor(ScalarType::Float, {n, of.dim});
-    if (n == 0) continue;
-    std::memcpy(out[2 * pushed].mutable_data_ptr(), kept.slots.data(), n * 4);
-    std::memcpy(out[2 * pushed + 1].mutable_data_ptr(), kept.rows.data(), n * of.gradient_bytes());
+  const PushedRows& kept = of.left[pushed][0];
+  const int64_t n = std::ssize(kept.slots);
+  Tensor slots = pooled_tensor(ScalarType::Int, {n});
+  Tensor rows = pooled_tensor(ScalarType::Float, {n, of.dim});
+  if (n > 0) {
+    std::memcpy(slots.mutable_data_ptr(), kept.slots.data(), n * 4);
+    std::memcpy(rows.mutable_data_ptr(), kept.rows.data(), n * of.gradient_bytes());
   }
-  return {out[0], out[1], out[2], out[3]};
+  return {slots, rows};
 }
 
-// Replaces the sums that `context_kept` returns, of pulled tiers or, if `pushed`, of pushed tiers.
+// Replaces the sums that `context_kept` returns.
 void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
   const auto context = context_of(handle);
   Table& of = context->tables.at(table);
@@ -401,7 +399,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(code_rows,
                 "(Tensor rows, int bits, int[] draws, Tensor names, Tensor(a!) to) -> ()");
   OPER_OPERATOR(decode_rows, "(Tensor codes, int bits, Tensor(a!) rows) -> ()");
-  OPER_OPERATOR(context_kept, "(int handle, int table) -> (Tensor, Tensor, Tensor, Tensor)");
+  OPER_OPERATOR(context_kept, "(int handle, int table, bool pushed) -> (Tensor, Tensor)");
   OPER_OPERATOR(context_keep,
                 "(int handle, int table, bool pushed, Tensor slots, Tensor rows) -> ()");
   OPER_OPERATOR(context_close, "(int handle) -> ()");

@@ -29,9 +29,8 @@ def add_up(tables: Any, counterparts: Counterparts, group: int, bits: int,
         bits: bits per number of a gradient in messages.
         exchange: sends numbers, equally many on all counterparts, and returns those of every group.
     """
-    kept = [torch.ops.oper.context_kept(tables.handle, t) for t in range(len(tables.directories))]
-    pairs = [(d, slots, rows) for d, of in zip(tables.directories, kept, strict=True)
-             for slots, rows in (of[:2], of[2:])]
+    pairs = [(d, *torch.ops.oper.context_kept(tables.handle, t, pushed))
+             for t, d in enumerate(tables.directories) for pushed in (False, True)]
     counts = exchange([slots.numel() for _, slots, _ in pairs])
     data = []
     for d, slots, rows in pairs:
