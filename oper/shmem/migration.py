@@ -22,7 +22,6 @@ from oper.plan import Plan
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds
 from oper.shmem.group.desync import MIGRATION, phase_of
-from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.protocol import Tables
 from oper.shmem.rows import put_rows
 from oper.support import kernel
@@ -127,13 +126,12 @@ class Migration:
 
     def _list_regions(self) -> list[_Region]:
         """Return the regions in arena order: rows, replicas, optimizer states."""
-        target = self._target
-        rows, replicas, states = [], [], []
-        for k, d in enumerate(target.directories):
-            rows.append(_Region(k, "rows", False, target.view("rows", k, self._rank)))
-            replicas.append(_Region(k, "rows", True, target.replica_view(k, self._rank)))
-            for part, _ in STATE_PARTS[d.table.optimizer]:
-                states.append(_Region(k, part, False, target.view(part, k, self._rank)))
+        target, pieces = self._target, range(len(self._target.directories))
+        own = [_Region(k, part, False, view) for k in pieces
+               for part, view in target.views(k).items()]
+        replicas = [_Region(k, "rows", True, target.replica_view(k, self._rank)) for k in pieces]
+        rows, states = ([r for r in own if (r.part == "rows") == are_rows]
+                        for are_rows in (True, False))
         return [r for r in (*rows, *replicas, *states) if r.view.shape[0]]
 
     # ---- between steps ---------------------------------------------------------------------------
@@ -342,10 +340,9 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     tables.barrier()  # peers may still be updating
     other = prepared(tables, tables.plan)
     other.continue_from(tables, memo)
-    rank = tables.group.rank
-    for k, d in enumerate(tables.directories):
-        for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
-            other.view(part, k, rank).copy_(tables.view(part, k, rank))
+    for k in range(len(tables.directories)):
+        for view, values in zip(other.views(k).values(), tables.views(k).values(), strict=True):
+            view.copy_(values)
     other.flush_replicas()
     return other
 

@@ -7,7 +7,6 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.rows.remap import Remap, of_table
-from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
 
 
@@ -41,20 +40,18 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
         if new_rows is None:
             continue
         old_rows = np.argsort(new_rows)  # by new row number
-        parts = ["rows", *(part for part, _ in STATE_PARTS[spec.optimizer])]
         moved = []
         for piece in tables.pieces[name]:
             directory = tables.directories[piece]
             owner, slots = directory.locate(directory.position_of(np.arange(spec.num_rows)))
             mine = np.flatnonzero(owner == rank)
-            for part in parts:
-                moved.append((part, piece, torch.from_numpy(slots[mine]),
-                              _gathered(tables, (name, part, piece), old_rows[mine])))
+            moved += [(view, torch.from_numpy(slots[mine]),
+                       _gathered(tables, (name, part, piece), old_rows[mine]))
+                      for part, view in tables.views(piece).items()]
         tables.barrier()  # all ranks have read the old rows
-        for part, piece, places, values in moved:
+        for view, places, values in moved:
             if places.numel():
-                put_rows(tables.view(part, piece, rank), places, values,
-                         torch.arange(places.numel()))
+                put_rows(view, places, values, torch.arange(places.numel()))
         tables.flush_replicas()
 
 

@@ -115,6 +115,11 @@ class LogicalRows:
             self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
 
+    def views(self, piece: int) -> dict[str, torch.Tensor]:
+        """Return the `view` of this rank's rows of a piece and of their states, by part."""
+        parts = ("rows", *dict(STATE_PARTS[self.directories[piece].table.optimizer]))
+        return {part: self.view(part, piece, self.group.rank) for part in parts}
+
     def _begin_states(self, optimizers: Mapping[str, Optimizer]) -> bool:
         """Initialise this rank's optimizer states whose initial value is not 0; returns whether any
         optimizer has such a state."""
@@ -129,7 +134,7 @@ class LogicalRows:
         width = bytes_of_row(dtype, columns)
         stored: torch.Tensor = torch.ops.oper.segment_bytes(address, rows * width)
         if dtype not in CODE_BITS:
-            stored, width = stored.view(getattr(torch, dtype)), columns
+            stored, width = stored.view(TORCH_DTYPES[dtype]), columns
         return stored.view(rows, width)
 
     def columns(self, part: str, piece: int) -> slice:

@@ -52,7 +52,6 @@ from oper.integration.checkpoint.table_state import all_ranks
 from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedKeys, ChangedRows
 from oper.shmem.group.groups import Group
-from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 from oper.support.files import read_json, write_text
 
@@ -343,18 +342,17 @@ class _Parts:
         """
         tables = changed.tables
         d = tables.directories[piece]
-        names = ["rows", *(part for part, _ in STATE_PARTS[d.table.optimizer])]
-        views = [tables.view(part, piece, tables.group.rank) for part in names]
-        row_bytes = 4 + sum(v.shape[1] * v.element_size() for v in views)
+        views = tables.views(piece)
+        row_bytes = 4 + sum(v.shape[1] * v.element_size() for v in views.values())
         done = 0
         while done < slots.size:
             count = max(1, (self._owner.part_bytes - self._bytes) // row_bytes)
             some = slots[done:done + count]
             done += some.size
             k = len(self._items)
-            self._items.append([collection, d.table.name, int(d.column), names])
+            self._items.append([collection, d.table.name, int(d.column), list(views)])
             self._slots[f"{k}.ids"] = d, tables.group.rank, some
-            for part, view in zip(names, views, strict=True):
+            for part, view in views.items():
                 room = self._room(some.size, view)
                 changed.copy(part, piece, some, room)
                 self._arrays[f"{k}.{part}"] = rows_to_numpy(room)

@@ -34,7 +34,6 @@ from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError
 from oper.messages import number_bytes
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
-from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
 from oper.shmem.replica_groups.changes import SynchronizedRows
@@ -56,7 +55,7 @@ _FIRST = 59
 # In place of a checksum of settings: this rank's group is late (`is_late`), or its ranks have
 # frozen different tables.
 _LATE, _DIFFERED = -1, -2
-_Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
+_Rows = Iterator[tuple[int, str, torch.Tensor, list[torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +341,8 @@ class Synchronizer:
             contributed = [[within(x, union) for x in of]
                            for union, of in zip(some, slots, strict=True)]
             before = [self._copied(view, some[k])
-                      if self.groups.delay or self._bits_of(view, name, bits) < 32 else None
-                      for k in range(len(some))
-                      for view, name in zip(self._views(k), self._parts(k), strict=True)]
+                      if self.groups.delay or self._bits_of(k, name, bits) < 32 else None
+                      for k in range(len(some)) for name, view in tables.views(k).items()]
             part = _Part(some, contributed, bits, before, self._send_rows(contributed, bits))
             if self.groups.delay:
                 self._under_way.parts.append(part)
@@ -383,39 +381,28 @@ class Synchronizer:
     def _average(self, part: _Part) -> None:
         """Replace rows and states of this rank by their averages over the groups, to which the
         changes since they were sent are added."""
-        is_squares = [name == OPTIMIZERS[d.table.optimizer].squares
-                      for k, d in enumerate(self.tables.directories) for name in self._parts(k)]
         own = self.groups.counterparts.rank
-        names = [name for k in range(len(part.slots)) for name in self._parts(k)]
-        for n, (view, k, rows) in enumerate(part.received()):
-            means, before = mean(part.slots[k], part.contributed[k], rows), part.before[n]
+        for (k, name, view, rows), before in zip(part.received(), part.before, strict=True):
+            means = mean(part.slots[k], part.contributed[k], rows)
             if before is not None:
-                if self._bits_of(view, names[n], part.bits) < 32:  # what the other groups have
+                if self._bits_of(k, name, part.bits) < 32:  # what the other groups have
                     before.index_copy_(0, places(part.slots[k], part.contributed[k][own]),
                                        rows[own])
-                means = corrected(means, before, self._copied(view, part.slots[k]), is_squares[n])
+                optimizer = OPTIMIZERS[self.tables.directories[k].table.optimizer]
+                means = corrected(means, before, self._copied(view, part.slots[k]),
+                                  name == optimizer.squares)
             at = torch.from_numpy(part.slots[k].astype(np.int64))
             view.index_copy_(0, at, means.to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
         """Divide the slots of each directory into equally many parts, such that the rows and states
         of one part of every directory take about `CHUNK_BYTES` in all; yields these parts."""
-        total = sum(x.size * sum(v.shape[1] * v.element_size() for v in self._views(k))
+        total = sum(x.size * sum(v.shape[1] * v.element_size()
+                                 for v in self.tables.views(k).values())
                     for k, x in enumerate(slots))
         count = -(-total // CHUNK_BYTES)
         for c in range(count):
             yield [x[x.size * c // count:x.size * (c + 1) // count] for x in slots]
-
-    def _parts(self, piece: int) -> list[str]:
-        """Return the names of a directory's rows and of the arrays of its optimizer state."""
-        optimizer = self.tables.directories[piece].table.optimizer
-        return ["rows", *(name for name, _ in STATE_PARTS[optimizer])]
-
-    def _views(self, piece: int) -> list[torch.Tensor]:
-        """Return views [rows, columns] of this rank's rows of a directory and of their optimizer
-        states, in the order of `_parts`."""
-        tables = self.tables
-        return [tables.view(part, piece, tables.group.rank) for part in self._parts(piece)]
 
     def _copied(self, view: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """Return a copy of the rows of a view at some slots."""
@@ -423,16 +410,17 @@ class Synchronizer:
         torch.ops.oper.copy_rows(view, torch.from_numpy(slots.view(np.int32)), rows)
         return rows
 
-    def _bits_of(self, view: torch.Tensor, name: str, bits: int) -> int:
-        """Return the bits per number of a view, of the part `name`, in messages of `bits`: states
-        and rows of 16 bits are sent as they are stored."""
-        return bits if name == "rows" and view.dtype == torch.float32 else 32
+    def _bits_of(self, piece: int, name: str, bits: int) -> int:
+        """Return the bits per number of the part `name` of a directory in messages of `bits`:
+        states and rows of 16 bits are sent as they are stored."""
+        is_rounded = name == "rows" and self.tables.directories[piece].table.dtype == "float32"
+        return bits if is_rounded else 32
 
     def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray], bits: int) -> None:
         """Note, by directory, that the rows at `unions` are replaced, and that those `sent` by this
         rank keep its rounding errors if messages of `bits` round them."""
         before = self._inexact or [x[:0] for x in unions]
-        kept = [x if self._bits_of(self._views(k)[0], "rows", bits) < 32 else x[:0]
+        kept = [x if self._bits_of(k, "rows", bits) < 32 else x[:0]
                 for k, x in enumerate(sent)]
         self._inexact = [union_of([np.setdiff1d(old, union, assume_unique=True), new])
                          for old, union, new in zip(before, unions, kept, strict=True)]
@@ -445,24 +433,24 @@ class Synchronizer:
             bits: bits per number of a row.
 
         Returns:
-            A function that waits for the exchange and yields, for each view of `_views` of all
-            directories: the view, the number of its directory, and by group the rows received,
-            [number of slots, columns].
+            A function that waits for the exchange and yields, for each of the `views` of all
+            directories: the number of its directory, its name, the view, and by group the rows
+            received, [number of slots, columns].
         """
         rank = self.groups.counterparts.rank
-        views = [(view, k, self._bits_of(view, name, bits)) for k in range(len(slots))
-                 for view, name in zip(self._views(k), self._parts(k), strict=True)]
+        views = [(k, name, view, self._bits_of(k, name, bits)) for k in range(len(slots))
+                 for name, view in self.tables.views(k).items()]
         wait = self._counterparts.begin(
-            [coded(self._copied(view, slots[k][rank]), b) for view, k, b in views],
+            [coded(self._copied(view, slots[k][rank]), b) for k, _, view, b in views],
             [sum(slots[k][g].size * (v.shape[1] * v.element_size() if b == 32 else
-                                     number_bytes(b, v.shape[1])) for v, k, b in views)
+                                     number_bytes(b, v.shape[1])) for k, _, v, b in views)
              for g in range(self.groups.count)])
 
         def received() -> _Rows:
             readers = [Reader(x) for x in wait()]
-            for view, k, b in views:
-                yield view, k, [reader.take(x.size, view.shape[1], view.dtype, b)
-                                for reader, x in zip(readers, slots[k], strict=True)]
+            for k, name, view, b in views:
+                yield k, name, view, [reader.take(x.size, view.shape[1], view.dtype, b)
+                                      for reader, x in zip(readers, slots[k], strict=True)]
 
         return received
 

@@ -29,16 +29,16 @@ def equalize_groups(of: Any, exchange: Callable[[list[int]], list[list[int]]],
     """
     tables, groups = of.tables, of.groups
     num = len(tables.directories)
-    sums = exchange([_checksum(of._views(k)) for k in range(num)] + [
+    sums = exchange([_checksum([*tables.views(k).values()]) for k in range(num)] + [
         _key_checksum(tables, [] if tables.keys is None else tables.keys.tables)])
     _require_equal([x[num] for x in sums])
-    wanted = [np.arange(of._views(k)[0].shape[0], dtype=np.uint32)
+    wanted = [np.arange(tables.directories[k].num_slots[tables.group.rank], dtype=np.uint32)
               if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
               for k in range(num)]
     nothing = np.zeros(0, np.uint32)
     for some in of._chunks(wanted):
         parts = [[x] + [nothing] * (groups.count - 1) for x in some]
-        for view, k, rows in of._send_rows(parts)():
+        for k, _, view, rows in of._send_rows(parts)():
             view.index_copy_(0, torch.from_numpy(some[k].astype(np.int64)), rows[0])
     if any(tables.all_gather(sums[groups.counterparts.rank] != sums[0])):
         refresh()
