@@ -30,6 +30,7 @@ from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.batch import raise_status
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.group.groups import Group
+from oper.shmem.group.status import Status
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_batch import StepArrays, key_ranges
 from oper.shmem.optim.optimizers import Optimizer
@@ -38,7 +39,6 @@ from oper.shmem.placement.layout import nearest_replica
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 _COUNTS = 3  # per table, Messages::kCounts
 _OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/device/device.h
-_TRANSPORT_FAILED = 7  # Status in csrc/common/exchange.h
 
 
 def segment_bytes(num_tables: int, world_size: int) -> int:
@@ -185,7 +185,7 @@ class DeviceExchange(Exchange):
         if code:
             self._tables.synchronize()  # raises the kernels' error
         if found[0]:
-            if found[0] != _TRANSPORT_FAILED:  # the transport stores its error itself
+            if found[0] != Status.TRANSPORT_FAILED:
                 self._failed = found[0], found[1]
             raise_status(*self.check(*found), outbox_bytes)
         return theirs.numpy()

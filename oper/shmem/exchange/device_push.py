@@ -15,10 +15,10 @@ import torch
 
 from oper.shmem.batch import raise_status
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Phase, segment_bytes
+from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
-_NO_REQUEST = 9  # Status in csrc/common/exchange.h: an impossible message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class PushMessages:
         place = torch.arange(32, device=words.device)
         flagged = torch.nonzero((words.to(torch.int64)[:, None] >> place & 1).view(-1))[:, 0]
         if flagged.numel() != runs.sum():
-            raise_status(*x.check(_NO_REQUEST, r), 0)
+            raise_status(*x.check(Status.IMPOSSIBLE_MESSAGE, r), 0)
         padded = 32 * _words(n)
         shift = (np.cumsum(n) - n) - (np.cumsum(padded) - padded)
         return torch.cat([flagged + x.spread(shift, runs), flagged.new_full((1,), int(n.sum()))]

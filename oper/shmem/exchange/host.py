@@ -311,25 +311,21 @@ class Exchange:
         self._guarded(torch.cat([*mine, torch.empty(0, dtype=torch.uint8)]),
                       [8 * wanted[r][2].numel() if r in wanted else 0 for r in range(size)],
                       slots, [8 * n for _, _, n, _, _ in asked])
-        answers, at = [], 0
-        for part, piece, n, first, last in asked:
-            index = slots[8 * at:8 * (at + n)].view(torch.int64)
-            at += n
-            answers.append(_served(serve, (part, piece), index, slice(first, last)) if n
-                           else torch.empty(0, dtype=torch.uint8))
-        found, sizes = {}, [0] * size
+        answers = [
+            _served(serve, (part, piece), index.view(torch.int64), slice(first, last)) if n
+            else torch.empty(0, dtype=torch.uint8)
+            for (part, piece, n, first, last), index in zip(
+                asked, slots.split([8 * n for _, _, n, _, _ in asked]), strict=True)]
+        sizes = [0] * size
         shapes = {r: (index.numel(), columns.stop - columns.start, serve(part, piece).dtype)
                   for r, (part, piece, index, columns) in wanted.items()}
         for r, (n, width, dtype) in shapes.items():
             sizes[r] = n * width * dtype.itemsize
         rows = torch.empty(sum(sizes), dtype=torch.uint8)
         self._guarded(torch.cat(answers), [a.numel() for a in answers], rows, sizes)
-        at = 0
-        for r in sorted(shapes):
-            n, width, dtype = shapes[r]
-            found[r] = rows[at:at + sizes[r]].clone().view(dtype).reshape(n, width)
-            at += sizes[r]
-        return found
+        parts = rows.split(sizes)
+        return {r: parts[r].clone().view(dtype).reshape(n, width)
+                for r, (n, width, dtype) in sorted(shapes.items())}
 
 
 def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], index: torch.Tensor,

@@ -14,6 +14,7 @@ class Status(IntEnum):
     ID_OUT_OF_RANGE = 4
     BAD_LENGTHS = 5
     PEER_GAVE_UP = 6
+    TRANSPORT_FAILED = 7  # between memory domains; the exchange has stored its error
     OTHER_PHASE = 8
     IMPOSSIBLE_MESSAGE = 9
     BAD_BATCH = 10
