@@ -1,4 +1,4 @@
-"""Helpers for processes: glibc's allocator, exiting with the parent, and free ports."""
+"""Helpers for processes: glibc's allocator, forks, exiting with the parent, and free ports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 # Above these sizes, glibc returns freed blocks to the system, and reusing them causes page faults.
 # PyTorch allocates large buffers in every batch and is up to 3 times faster without this.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
           "MALLOC_TOP_PAD_": "268435456"}
 _PR_SET_PDEATHSIG = 1
+_T = TypeVar("_T")
+_DUTIES: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+
+
+def in_child(held: _T, do: Callable[[_T], object]) -> None:
+    """Call ``do(held)`` at the beginning of every process that is forked from this one while `held`
+    exists; `do` must not refer to it."""
+    _DUTIES[held] = do
+
+
+def _begin_child() -> None:
+    for held, do in list(_DUTIES.items()):
+        do(held)
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def end_with_parent(parent: int | None = None) -> None:

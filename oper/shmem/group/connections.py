@@ -10,15 +10,14 @@ import selectors
 import socket
 import struct
 import time
-import weakref
 
 from oper.errors import OperError
 from oper.shmem.group.groups import Group
+from oper.support.processes import in_child
 
 _CONNECT_S = 60.0
 _HELLO = struct.Struct("<32sq")
 _SIOCGIFADDR = 0x8915
-_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # closed in forked children
 
 
 def connect(group: Group) -> dict[int, socket.socket]:
@@ -49,23 +48,15 @@ def connect(group: Group) -> dict[int, socket.socket]:
                 "hosts that can reach each other",
                 f"set GLOO_SOCKET_IFNAME to the interface between them ({error})") from error
     for peer in peers.values():
+        # So that peers notice at once when this process ends: a forked child, for example a worker
+        # of a DataLoader, may run on.
+        in_child(peer, socket.socket.close)
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    _OPEN.update(peers.values())
     group.all_gather(None)
     return peers
-
-
-def _close_in_child() -> None:
-    """Close a forked child's copies, so that peers notice at once when the parent ends: the child,
-    for example a worker of a DataLoader, may run on."""
-    for connection in list(_OPEN):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _accept(peers: dict[int, socket.socket], server: socket.socket, token: bytes, group: Group

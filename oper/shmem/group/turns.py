@@ -12,7 +12,6 @@ that train at the same time would break this order, so the second thread gets an
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.shmem.passes import Backward
+from oper.support.processes import in_child
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _MANY = 32  # number of recorded lookups at which those that were garbage-collected are removed
@@ -50,7 +50,7 @@ class Turns:
         # reference to the offsets, which is dead once the graph has been dropped.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._thread_of_parts: ThreadPoolExecutor | None = None
-        _ALL.add(self)
+        in_child(self, Turns._release)
 
     def thread_of_parts(self) -> ThreadPoolExecutor:
         """Return the thread that makes the collective calls of micro-batches; reused by all steps.
@@ -97,23 +97,15 @@ class Turns:
         for part in parts:
             self._awaited.pop(id(part.offsets), None)
 
-
-_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """Release the locks that other threads held at a fork: a forked child lacks these threads. A
-    turn of the thread that has forked goes on in the child, too."""
-    for turns in list(_ALL):
-        lock: Any = turns.lock
-        resolving: Any = turns.resolving
+    def _release(self) -> None:
+        """Release the locks that other threads held at a fork: a forked child lacks these threads.
+        A turn of the thread that has forked goes on in the child, too."""
+        lock: Any = self.lock
+        resolving: Any = self.resolving
         if not lock._is_owned():
             lock._at_fork_reinit()  # keeps the object, which others refer to
         resolving._at_fork_reinit()
-        turns.parts = turns._thread_of_parts = None
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+        self.parts = self._thread_of_parts = None
 
 
 def in_turn(method: _Method) -> _Method:

@@ -53,6 +53,7 @@ from oper.shmem.publication.handshake import HANDSHAKE, MAGIC, check_name, socke
 from oper.shmem.publication.reader import VERSION
 from oper.shmem.publication.state import State
 from oper.shmem.rows import CHUNK_ROWS
+from oper.support.processes import in_child
 
 Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 5e-5  # interval at which pins of readers are polled
@@ -362,7 +363,7 @@ class _Acceptor(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._slots: dict[socket.socket, int] = {}
-        _ACCEPTORS.add(self)
+        in_child(self, _Acceptor.forget)  # so that name and readers stay with the parent alone
 
     def listen(self) -> None:
         """Accept readers; called after the first publication."""
@@ -448,18 +449,6 @@ class _Acceptor(threading.Thread):
         torch.ops.oper.publication_clear(self._state.control, slot)
         self._state.pids.pop(slot, None)
         self._free.append(slot)
-
-
-_ACCEPTORS: weakref.WeakSet[_Acceptor] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    """Close the sockets in a forked child, so that name and readers stay with the parent alone."""
-    for acceptor in _ACCEPTORS:
-        acceptor.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _close(acceptor: _Acceptor, state: State) -> None:

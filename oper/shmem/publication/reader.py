@@ -40,6 +40,7 @@ from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import context_arguments
 from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive_handshake
+from oper.support.processes import in_child
 
 VERSION = 1
 SEGMENT_NAME = "oper-tables"
@@ -224,9 +225,6 @@ def shared_pairs(dim: int, is_shared: Sequence[bool]) -> tuple[list[int], list[i
              *(column(i, j) for i, j in itertools.combinations(own, 2))])
 
 
-_READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
-
-
 class Reader:
     """A process's connection to a publication, with its buffers mapped.
 
@@ -279,7 +277,7 @@ class Reader:
         finally:
             for fd in fds:
                 os.close(fd)
-        _READERS.add(self)
+        in_child(self._connection, socket.socket.close)  # so that it ends with the parent
         self._release = weakref.finalize(self, _release, self._mapped, self._connection)
         self._release.atexit = False  # other threads may still read
 
@@ -429,12 +427,3 @@ def _release(mapped: list[tuple[int, int]], connection: socket.socket) -> None:
     for address, size in mapped:
         torch.ops.oper.unmap_segment(address, size)
     connection.close()
-
-
-def _forget_in_child() -> None:
-    """Close the parent's connections in a forked child, so that they end with the parent."""
-    for reader in _READERS:
-        reader._connection.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
