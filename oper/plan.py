@@ -453,22 +453,23 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
             ids.min() < 0 or ids.max() >= spec.num_rows or np.unique(ids).size != ids.size)):
         raise PlanError(what, "head_ids", ids, f"int64, distinct, in 0..{spec.num_rows - 1}",
                         "plan again from the statistics")
-    at = 0
+    _check_cover(what, "columns", entry.pieces, spec.dim, "list every column once, in order")
     for piece in entry.pieces:
-        if piece.start != at or piece.stop <= piece.start:
-            raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                            f"ranges that cover 0..{spec.dim} in order",
-                            "list every column once, in order")
-        at = piece.stop
         check_tiers(what, piece.tiers, spec.num_rows, world_size)
         _check_dtypes(what, spec, piece.tiers)
-    if at != spec.dim:
-        raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                        f"ranges that cover 0..{spec.dim}", "list every column once, in order")
     if len(entry.pieces) > 1 and not spec.may_be_split:
         raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
                         f"whole rows, whose norms {spec.optimizer} needs",
                         "plan again for this optimizer, or split the table by rows")
+
+
+def _check_cover(what: str, name: str, parts: Sequence[Piece | Tier], size: int, todo: str
+                 ) -> None:
+    ends = [0, *(part.stop for part in parts)]
+    if ends[-1] != size or any(part.start != at or part.stop <= at
+                               for part, at in zip(parts, ends, strict=False)):
+        raise PlanError(what, name, [(part.start, part.stop) for part in parts],
+                        f"ranges that cover 0..{size} in order", todo)
 
 
 def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
@@ -490,13 +491,8 @@ def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
 def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
     """Raise PlanError, beginning with `what`, unless tiers cover all rows in order on valid ranks.
     """
-    at = 0
+    _check_cover(what, "rows", tiers, num_rows, "list every row once, hottest first")
     for tier in tiers:
-        if tier.start != at or tier.stop <= tier.start:
-            raise PlanError(what, "rows", [(x.start, x.stop) for x in tiers],
-                            f"ranges that cover 0..{num_rows} in order",
-                            "list every row once, hottest first")
-        at = tier.stop
         for name, allowed in (("placement", PLACEMENTS), ("mode", MODES), ("memory", MEMORIES)):
             if getattr(tier, name) not in allowed:
                 raise PlanError(what, name, getattr(tier, name), f"one of {allowed}",
@@ -516,9 +512,6 @@ def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: i
             raise PlanError(what, "weights", tier.weights,
                             f"one integer >= 1 per rank of a striped tier, sum <= {MAX_PATTERN}",
                             "list one weight per rank, or leave weights out")
-    if at != num_rows:
-        raise PlanError(what, "rows", [(x.start, x.stop) for x in tiers],
-                        f"ranges that cover 0..{num_rows}", "end the last tier at the last row")
 
 
 def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = "striped",
