@@ -35,8 +35,7 @@ def shard(module: nn.Module, rule: Any = RULE, **fields: Any) -> Any:
 
 
 def bag(rows: int = ROWS) -> nn.EmbeddingBag:
-    torch.manual_seed(3)
-    return nn.EmbeddingBag(rows, DIM, mode="sum")
+    return module_support.bag(rows, DIM)
 
 
 def keys_of(step: int) -> torch.Tensor:

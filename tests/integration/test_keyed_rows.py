@@ -23,7 +23,7 @@ from oper.shmem.keys.places import (
     slots_of_keys,
 )
 from tests.integration import test_managed_collision as torchrec_maps
-from tests.integration.module_support import shard
+from tests.integration.module_support import bag, shard
 from tests.references import BUCKET, CANDIDATES, Oracle, hash_of
 from tests.world_support import run_world
 
@@ -33,13 +33,8 @@ RULE = oper.DynamicTable(eviction="lfu", admit_after=2, init_bound=0.5, seed=9)
 UNKNOWN = torch.tensor([[123456789], [-5]])
 
 
-def bag(rows: int = ROWS) -> nn.EmbeddingBag:
-    torch.manual_seed(3)
-    return nn.EmbeddingBag(rows, DIM, mode="sum")
-
-
 def dynamic(rule: oper.DynamicTable = RULE, rows: int = ROWS) -> Any:
-    return shard(bag(rows), dynamic=rule, optimizer=oper.RowWiseAdagrad(lr=0.1))
+    return shard(bag(rows, DIM), dynamic=rule, optimizer=oper.RowWiseAdagrad(lr=0.1))
 
 
 def train(model: Any, steps: int = 4) -> torch.Tensor:
@@ -149,7 +144,7 @@ class Served(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.to_rows = oper.KeyMap(ROWS - 1)
-        self.bag = bag()
+        self.bag = bag(ROWS, DIM)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         pooled: torch.Tensor = self.bag(self.to_rows(ids))
