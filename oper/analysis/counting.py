@@ -98,11 +98,7 @@ class AdaptiveCounter:
             self._end_exact()
         ids, counts = ids[taken:], None if counts is None else counts[taken:]
         self._add_sampled(ids, counts)
-        while ids.size:
-            taken = self._tally.add(ids, counts)
-            ids, counts = ids[taken:], None if counts is None else counts[taken:]
-            if ids.size:
-                self._tally.purge(max(self.heavy.num_entries, self._tally.num_ids // 2))
+        self.heavy.add(ids, counts)
 
     def _end_exact(self) -> None:
         """Switch to sketches: the hash table keeps the heavy hitters and yields the sample."""
@@ -112,8 +108,7 @@ class AdaptiveCounter:
         level = max(0, (self._tally.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
         self.sample.level = max(level, self.sample.level)
         self.sample.add(*self._tally.sample(self.sample.level))
-        # Even if the budget is smaller, allow twice as many ids as there are heavy hitters.
-        self._tally.max_bytes = max(self._tally.max_bytes, 64 * self.heavy.num_entries, 1 << 17)
+        self.heavy.count_in(self._tally)
 
     def _add_sampled(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
         at = sampled(ids, self.sample.level)
@@ -130,21 +125,12 @@ class AdaptiveCounter:
             self.sample.add(*np.unique(np.concatenate(self._pending), return_counts=True))
             self._pending, self._num_pending = [], 0
 
-    def _flush(self) -> None:
-        """Move the counts to the sketches; the hash table is empty afterwards."""
-        self._flush_sample()
-        tally = self._tally
-        tally.purge(self.heavy.num_entries)
-        self.heavy.error += tally.error
-        self.heavy.add(*tally.result())
-        self._tally = Tally(tally.max_bytes)
-
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ids in ascending order and their counts, int64 [K] each: all ids and exact counts,
         or heavy hitters and lower bounds of their counts."""
         if self.is_exact:
             return self._tally.result()
-        self._flush()
+        self._flush_sample()
         return self.heavy.result()
 
     def merge(self, other: AdaptiveCounter) -> None:
@@ -155,7 +141,7 @@ class AdaptiveCounter:
             return
         for counter in (self, other):
             counter._end_exact()
-            counter._flush()
+            counter._flush_sample()
         self.heavy.merge(other.heavy)
         self.sample.merge(other.sample)
 

@@ -14,43 +14,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError
 from oper.rows.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
-from oper.support.native import merge_counts, sampled
+from oper.support.native import Counts, merge_counts, sampled
 
 HEAVY_ENTRIES = 1 << 20   # ids in a heavy-hitter summary
 SAMPLE_ENTRIES = 1 << 18  # ids in a distinct sample
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-_FEW = 1 << 12  # counts below are found in a histogram, without sorting
+_EMPTY = np.zeros(0, np.int64)
 
 
-class _Summary:
-    """Ids with counts; reduced to `num_entries` ids when there are more than twice as many."""
-
-    def __init__(self, num_entries: int) -> None:
-        self.num_entries = num_entries
-        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
-        self._parts.append((ids, counts))
-        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
-            self.result()
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
-        if not self._parts:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._parts = [self._kept(*merge_counts(self._parts))]
-        return self._parts[0]
-
-    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
-
-
-class HeavyHitters(_Summary):
+class HeavyHitters:
     """A Misra-Gries summary: true count - error <= count <= true count.
 
     Ids with a true count above `error` are always in it. `error` is at most (number of ids) /
@@ -58,55 +35,69 @@ class HeavyHitters(_Summary):
     """
 
     def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
-        super().__init__(num_entries)
-        self.error = 0
+        """Start an empty summary of at most `num_entries` ids."""
+        self.num_entries = num_entries
+        self.count_in(Tally(0))
 
-    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if ids.size > self.num_entries:
-            # Each decrement applies to more than num_entries ids, which bounds the error.
-            level = _smallest(counts, ids.size - self.num_entries - 1)
-            keep = counts > level
-            ids, counts = ids[keep], counts[keep] - level
-            self.error += level
-        return ids, counts
+    def count_in(self, tally: Tally) -> None:
+        """Count in `tally`, which may have counts already, from now on."""
+        # Even if the budget is smaller, allow more ids than there are heavy hitters.
+        tally.max_bytes = max(tally.max_bytes, 64 * self.num_entries, 1 << 17)
+        self.tally = tally
+
+    @property
+    def error(self) -> int:
+        """Upper limit of what was subtracted from any count."""
+        return self.tally.error
+
+    def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [K]."""
+        taken = self.tally.add(ids, counts)
+        while taken < ids.size:
+            self.tally.purge(max(self.num_entries, self.tally.num_ids // 2))
+            ids, counts = ids[taken:], None if counts is None else counts[taken:]
+            taken = self.tally.add(ids, counts)
+
+    def result(self) -> Counts:
+        """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
+        self.tally.purge(self.num_entries)
+        return self.tally.result()
 
     def merge(self, other: HeavyHitters) -> None:
         """Add another summary; the errors add up."""
-        self.error += other.error
-        for part in other._parts:
-            self.add(*part)
+        self.add(*other.result())
+        self.tally.error += other.error
 
 
-def _smallest(counts: np.ndarray, place: int) -> int:
-    """Return the count at index `place` of the counts in ascending order."""
-    few = np.bincount(np.minimum(counts, _FEW), minlength=_FEW + 1)
-    level = int(np.searchsorted(np.cumsum(few), place, side="right"))
-    return level if level < _FEW else int(np.partition(counts, place)[place])
-
-
-class DistinctSample(_Summary):
+class DistinctSample:
     """Exact counts of the ids whose hash has `level` leading zeros, about 2^-level of all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
-        super().__init__(num_entries)
-        self.level = 0
+        """Start a sample of at most `num_entries` ids."""
+        self.num_entries, self.level = num_entries, 0
+        self._parts = [(_EMPTY, _EMPTY)]
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
         """Add ids int64 [K], distinct and ascending, with their counts int64 [K]."""
         keep = sampled(ids, self.level)
-        super().add(ids[keep], counts[keep])
+        self._parts.append((ids[keep], counts[keep]))
+        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
+            self.result()
 
-    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def result(self) -> Counts:
+        """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
+        ids, counts = merge_counts(self._parts)
         while ids.size > self.num_entries and self.level < _MAX_LEVEL:
             self.level += 1
             keep = sampled(ids, self.level)
             ids, counts = ids[keep], counts[keep]
+        self._parts = [(ids, counts)]
         return ids, counts
 
     def merge(self, other: DistinctSample) -> None:
         """Add another sample."""
         self.level = max(self.level, other.level)
-        mine, self._parts = self._parts, []
+        mine, self._parts = self._parts, [(_EMPTY, _EMPTY)]
         for part in [*mine, *other._parts]:
             self.add(*part)
 
@@ -318,7 +309,7 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "tail", "modelled",
                                 "exact counts, or sketches made by counting",
                                 "merge the statistics from which this table's were made")
-    heavy.error, sample.level = kept.heavy_error, kept.sample_level
+    heavy.tally.error, sample.level = kept.heavy_error, kept.sample_level
     heavy.add(kept.heavy_ids, kept.heavy_counts)
     sample.add(kept.sample_ids, kept.sample_counts)
     return heavy, sample

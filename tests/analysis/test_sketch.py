@@ -233,11 +233,3 @@ def test_statistics_that_cannot_be_merged() -> None:
     with pytest.raises(InvalidInputError, match="same tables"):
         analysis.merge_stats([part, AccessStats(1, {"u": modelled})])
     assert analysis.merge_stats([part]) is part
-
-
-def test_the_level_of_a_summary_is_the_count_at_its_place() -> None:
-    rng = np.random.default_rng(6)
-    for top in (3, 4000, 5000, 10**9):
-        counts = rng.integers(1, top, 500)
-        for place in (0, 1, 250, 498, 499):
-            assert analysis.sketch._smallest(counts, place) == np.sort(counts)[place]
