@@ -19,7 +19,7 @@ that were compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from oper.messages import number_bytes
 from oper.plan import Plan, check_synchronization
 from oper.search.cost.model import is_ordered
 from oper.search.cost.tally import owned_features, row_bytes
+from oper.search.problem.machine import TERMS, Term, make_machine
 from oper.search.problem.statement import TOUCHED_ALL, TableProblem, make_table
 from oper.stats import AccessStats
 from oper.tables import OPTIMIZERS
@@ -175,45 +176,25 @@ def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
     With `is_bound`, return the least time over all distributions of the same bytes among the ranks:
     the slowest link takes at least as long as if bytes were divided in proportion to bandwidth.
     """
-    everyone = np.tile(sent, count) * (count - 1)
-    links: dict[Any, list[float]] = {}  # [bytes, GB/s] by link
-    for domain in topology.domains:
-        for rank in domain.ranks:
-            link = links.setdefault(
-                ("host", domain.host) if topology.hosts_share_links else ("rank", rank), [0.0, 0.0])
-            link[0] += everyone[rank]
-            link[1] += domain.cross_gbps
-    slowest = 0.0
-    for group in (list(links.values()), _uplinks(sent, topology, count, is_bound)):
-        if group and is_bound:
-            slowest = max(slowest, sum(x[0] for x in group) / sum(x[1] for x in group))
-        elif group:
-            slowest = max(slowest, *(b / gbps for b, gbps in group))
+    machine = make_machine(topology)
+    units = np.zeros((len(TERMS), machine.world_size))
+    units[Term.CROSS_OUT] = np.tile(sent, count) * (count - 1)
+    links = [Term.CROSS_OUT]
+    if machine.has_racks:
+        racks = machine.rack.reshape(count, -1)  # by group and rank
+        outside = (racks[:, None] != racks).sum(axis=1)  # counterparts in other racks
+        if is_bound:  # all bytes on a rank with which the racks together send least
+            least = np.arange(sent.size) == outside.sum(axis=0).argmin()
+            sent = np.where(least, sent.sum(), 0.0)
+        units[Term.RACK_OUT] = (sent * outside).ravel()
+        links.append(Term.RACK_OUT)
+    if is_bound:
+        slowest = max(units[x].sum() / (1 / machine.seconds_per_unit[x]).sum() for x in links)
+    else:
+        slowest = machine.seconds(units)[links].max()
     # One `phase_us` is two exchanges. Gradients: counts and data, and an update within the group
     # that is a phase of its own. Rows: counts, slots and data.
     phases = 2.0 if every == 1 else 1.5
     costs = topology.costs
-    return (slowest * 1e-3 + 2 * float(everyone.max()) * costs.wire_ns * 1e-3
+    return (float(slowest) * 1e6 + 2 * float(units[Term.CROSS_OUT].max()) * costs.wire_ns * 1e-3
             + phases * costs.phase_us)
-
-
-def _uplinks(sent: np.ndarray, topology: Topology, count: int, is_bound: bool
-             ) -> list[list[float]]:
-    """Return, for each rack, the bytes that it sends to other racks, and the GB/s of its uplink.
-
-    With `is_bound`, the bytes are those of the distribution among the ranks for which all racks
-    together send least.
-    """
-    rack_of: Mapping[int, int] = {h: k for k, rack in enumerate(topology.racks)
-                                  for h in rack.hosts}
-    if not rack_of:
-        return []
-    host = [d.host for d in topology.domains for _ in d.ranks]
-    racks = np.array([rack_of[h] for h in host]).reshape(count, -1)  # by group and rank
-    outside = np.array([(racks != group).sum(axis=0) for group in racks])  # counterparts
-    if is_bound:
-        least = np.arange(sent.size) == outside.sum(axis=0).argmin()
-        sent = np.where(least, sent.sum(), 0.0)
-    leaves = np.zeros(len(topology.racks))
-    np.add.at(leaves, racks, sent * outside)
-    return [[float(b), rack.uplink_gbps] for b, rack in zip(leaves, topology.racks, strict=True)]
