@@ -15,12 +15,12 @@ import pytest
 from oper import cli
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
+from oper.search.certificate.carried import problem_digest
 from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.planner import make_plan
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import Node
-from oper.search.problem.digest import problem_digest
 from oper.search.problem.statement import (
     IDS,
     ROWS,

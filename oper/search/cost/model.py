@@ -29,7 +29,6 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
-from oper.search.cost.keys import key_rows
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
 from oper.search.cost.phases import phases_of
 from oper.search.cost.tally import (
@@ -42,6 +41,7 @@ from oper.search.cost.tally import (
     Messages,
     Row,
     Tally,
+    key_rows,
     owned_features,
     row_bytes,
 )

@@ -45,6 +45,7 @@ from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
 from oper.search.problem.space import EXECUTABLE, check_allow, executed_space, used_by
 from oper.stats import AccessStats, TableStats, table_stats_for
+from oper.support.numeric import falling_root
 from oper.tables import CODE_BITS, TableSpec, check_unique
 from oper.topology import Topology
 
@@ -522,14 +523,13 @@ def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
     use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
     if not use.any():
         return 1.0, 1.0
-    ratios = []
-    for n, distinct in zip(stats.presence_samples[use], stats.presence_rows[use], strict=True):
-        low, high = np.log(1e-3), np.log(8.0)
-        for _ in range(40):
-            middle = (low + high) / 2
-            touched = _touched(rows, log_miss, n * bags_per_sample * np.exp(middle)).sum()
-            low, high = (middle, high) if touched < distinct else (low, middle)
-        ratios.append((low + high) / 2)
+
+    def ratio(n: int, distinct: float) -> float:
+        return falling_root(lambda x: distinct - _touched(
+            rows, log_miss, n * bags_per_sample * np.exp(x)).sum(), np.log(1e-3), np.log(8.0), 40)
+
+    ratios = [ratio(n, distinct) for n, distinct in zip(
+        stats.presence_samples[use], stats.presence_rows[use], strict=True)]
     samples = stats.presence_samples[use].astype(float)
     order = np.argsort(samples)
     at = np.interp(np.log(wanted), np.log(samples[order]), np.array(ratios)[order])

@@ -16,9 +16,8 @@ import numpy as np
 from oper.messages import owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
-from oper.search.cost.keys import key_rows
 from oper.search.cost.model import CostModel, Phase
-from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally
+from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally, key_rows
 from oper.search.problem.machine import Machine, Term, add_wire
 from oper.search.problem.statement import (
     IDS,
