@@ -204,61 +204,40 @@ class Replay:
             for k, placed in enumerate(pieces):
                 counts = np.zeros((len(KINDS), world, world), np.int64)
                 for reader, batch in enumerate(batches):
-                    _count_forward(counts, placed, reader, batch, self.training)
-                    if self.deduplicates:
-                        _count_once(counts, placed, reader, batch)
-                    if self.training:
-                        _count_gradients(counts, placed, reader, batch, 1 + clips + sums)
+                    self._count(counts, placed, reader, batch, 1 + clips + sums)
                 if self.training:
                     _count_update(counts, placed, touched)
                     for other in owners:
                         np.add.at(counts[KIND["squares"]], (owners[k], other), squares)
                 yield counts
 
-
-def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,
-                   training: bool) -> None:
-    world = counts.shape[1]
-    tier, owner = placed.resolve(batch.ids)
-    seen = np.where(placed.held(reader, tier), reader, owner)
-    pushed = placed.pushed_by(reader, tier)
-    counts[KIND["rows"], reader] += np.bincount(seen[~pushed], minlength=world)
-    if training and batch.trains_weights:
-        counts[KIND["weight_rows"], reader] += np.bincount(seen, minlength=world)
-    if not placed.has_push:
-        return
-    asked, bags = placed.pooled(batch, reader)
-    counts[KIND["ids"], :, reader] += asked
-    if batch.weighted:
-        counts[KIND["id_weights"], :, reader] += asked
-    np.fill_diagonal(counts[KIND["pooled_rows"]], counts[KIND["pooled_rows"]].diagonal() + asked)
-    counts[KIND["partial_sums"], reader] += bags
-
-
-def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
-    """Remove repeated reads of the same row from the counts of reads from other ranks."""
-    if placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any():
-        return
-    ids, number = np.unique(batch.ids, return_counts=True)
-    tier, owner = placed.resolve(ids)
-    seen = np.where(placed.held(reader, tier), reader, owner)
-    again = np.bincount(seen, number - 1, minlength=counts.shape[1]).astype(np.int64)
-    again[reader] = 0
-    counts[KIND["rows"], reader] -= again
-
-
-def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: TableBatch,
-                     passes: int) -> None:
-    world = counts.shape[1]
-    tier, owner = placed.resolve(np.unique(batch.ids))
-    pulled = ~placed.pushed_by(sender, tier)
-    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[pulled],
-                                                                     minlength=world)
-    asked, _ = placed.pooled(batch, sender)
-    counts[KIND["gradient_ids"], :, sender] += asked
-    counts[KIND["bag_gradients"], :, sender] += asked
-    if batch.weighted:
-        counts[KIND["gradient_id_weights"], :, sender] += asked
+    def _count(self, counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,
+               passes: int) -> None:
+        """Count one rank's lookups in a column piece and, in training, its gradients; owners read
+        those of rows in `passes` passes."""
+        world = counts.shape[1]
+        ids, number = np.unique(batch.ids, return_counts=True)
+        tier, owner = placed.resolve(ids)
+        seen = np.where(placed.held(reader, tier), reader, owner)
+        pulled = ~placed.pushed_by(reader, tier)
+        pushes = placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any()
+        again = pushes or not self.deduplicates  # whether rows of other ranks are read repeatedly
+        reads = np.where(again | (seen == reader), number, 1)
+        counts[KIND["rows"], reader] += np.bincount(
+            seen[pulled], reads[pulled], world).astype(np.int64)
+        asked, bags = placed.pooled(batch, reader)
+        counts[KIND["pooled_rows"]] += np.diag(asked)
+        counts[KIND["partial_sums"], reader] += bags
+        kinds = ["ids"] + ["id_weights"] * batch.weighted
+        if self.training:
+            kinds += ["gradient_ids", "bag_gradients"] + ["gradient_id_weights"] * batch.weighted
+            counts[KIND["gradient_rows"], :, reader] += passes * np.bincount(
+                owner[pulled], minlength=world)
+            if batch.trains_weights:
+                counts[KIND["weight_rows"], reader] += np.bincount(
+                    seen, number, world).astype(np.int64)
+        for kind in kinds:
+            counts[KIND[kind], :, reader] += asked
 
 
 def _count_update(counts: np.ndarray, placed: Placed, touched: np.ndarray) -> None:
