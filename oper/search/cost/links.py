@@ -6,44 +6,32 @@ import numpy as np
 
 from oper.search.problem.machine import Machine, Term
 
-
-def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Add the bytes that every owner sends to each rank outside its domain.
-
-    Args:
-        m: the machine.
-        out: float64 [..., 9, W], units by term and rank; added to in place.
-        amount: float64 [..., W], bytes that owner o sends to each rank of the same host.
-        message: float64 [..., W], bytes that owner o sends to each rank of another host.
-    """
-    out[..., Term.MEMORY, :] += amount * (m.world_size - m.num_near)
-    out[..., Term.LINK_OUT, :] += amount * (m.num_host - m.num_near)
-    out[..., Term.CROSS_OUT, :] += message * (m.world_size - m.num_host)
-    out[..., Term.LINK_IN, :] += m.elsewhere_on_host(amount)
-    out[..., Term.CROSS_IN, :] += m.other_hosts(message)
-    if m.has_racks:
-        out[..., Term.RACK_OUT, :] += message * (m.world_size - m.num_rack)
-        out[..., Term.RACK_IN, :] += m.other_racks(message)
+_IN = Term.LINK_IN, Term.CROSS_IN, Term.RACK_IN
+_OUT = Term.LINK_OUT, Term.CROSS_OUT, Term.RACK_OUT
 
 
-def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Add the bytes that every rank sends from its own memory to each owner outside its domain.
+def owner_exchange(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray,
+                   receives: bool = False) -> None:
+    """Add the bytes that every owner sends to each rank outside its domain or, with `receives`,
+    that each of these ranks sends to it from its own memory.
 
     Args:
         m: the machine.
         out: float64 [..., 9, W], units by term and rank; added to in place.
-        amount: float64 [..., W], bytes that owner o receives from each rank of the same host.
-        message: float64 [..., W], bytes that owner o receives from each rank of another host.
+        amount: float64 [..., W], bytes between owner o and each rank of the same host.
+        message: float64 [..., W], bytes between owner o and each rank of another host.
     """
     on_host = m.elsewhere_on_host(amount)
-    out[..., Term.MEMORY, :] += on_host + m.other_hosts(amount)
-    out[..., Term.LINK_OUT, :] += on_host
-    out[..., Term.CROSS_OUT, :] += m.other_hosts(message)
-    out[..., Term.LINK_IN, :] += amount * (m.num_host - m.num_near)
-    out[..., Term.CROSS_IN, :] += message * (m.world_size - m.num_host)
+    out[..., Term.MEMORY, :] += (on_host + m.other_hosts(amount) if receives else
+                                 amount * (m.world_size - m.num_near))
+    own, others = (_IN, _OUT) if receives else (_OUT, _IN)
+    out[..., own[0], :] += amount * (m.num_host - m.num_near)
+    out[..., own[1], :] += message * (m.world_size - m.num_host)
+    out[..., others[0], :] += on_host
+    out[..., others[1], :] += m.other_hosts(message)
     if m.has_racks:
-        out[..., Term.RACK_OUT, :] += m.other_racks(message)
-        out[..., Term.RACK_IN, :] += message * (m.world_size - m.num_rack)
+        out[..., own[2], :] += message * (m.world_size - m.num_rack)
+        out[..., others[2], :] += m.other_racks(message)
 
 
 def broadcast(m: Machine, out: np.ndarray, sent: np.ndarray, amount: np.ndarray,

@@ -29,7 +29,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
-from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
+from oper.search.cost.links import broadcast, owner_exchange, subset_reads
 from oper.search.cost.phases import phases_of
 from oper.search.cost.tally import (
     GRAD_BYTES,
@@ -456,11 +456,11 @@ class CostModel:
         forward[..., Term.COMPUTE, :] = (rows[..., Row.FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., Row.FORWARD_NS, :])
         ids, sums, sent = (rows[..., x, :] for x in (Row.PUSH_IDS, Row.PARTIALS, Row.ANSWERS))
-        owner_sends(self.machine, forward, rows[..., Row.SERVED, :] + sums, sent)
+        owner_exchange(self.machine, forward, rows[..., Row.SERVED, :] + sums, sent)
         none = np.zeros_like(ids)
-        owner_receives(self.machine, forward, ids, none)
-        owner_receives(self.machine, out[..., self.request_phase, :, :], none,
-                       rows[..., Row.REQUESTS, :])
+        owner_exchange(self.machine, forward, ids, none, receives=True)
+        owner_exchange(self.machine, out[..., self.request_phase, :, :], none,
+                       rows[..., Row.REQUESTS, :], receives=True)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its host memory over their own links; owners read for other hosts.
         forward[..., Term.HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
@@ -482,7 +482,7 @@ class CostModel:
             gradients = rows[..., Row.GRADS, :]
             update[..., Term.MEMORY, :] += gradients * self.machine.num_near
             # `sums`: gradients of bags are as large as the partial sums, and go the other way.
-            owner_receives(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :])
+            owner_exchange(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :], True)
             update[..., Term.MEMORY, :] += sums * world
             broadcast(self.machine, update, out[..., self.refresh_phase, :, :],
                       rows[..., Row.BROADCAST, :], np.ones(int(world)))
