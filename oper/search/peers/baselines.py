@@ -17,7 +17,12 @@ import numpy as np
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import evaluate
 from oper.search.peers.markov import markov_chain
-from oper.search.peers.programs import coverage_milp, extraction_lp, hot_and_cold
+from oper.search.peers.programs import (
+    coverage_milp,
+    extraction_lp,
+    hot_and_cold,
+    plan_of_tiers,
+)
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.rounding.placing import plan_of
 
@@ -119,9 +124,9 @@ def _hybrid(problem: Problem, seed: int) -> Plan | None:
 
 def _row_wise(problem: Problem, seed: int) -> Plan | None:
     """Row-wise sharding: stripe every table over all ranks; owners push partial sums."""
-    world = problem.machine.world_size
-    return _plan(problem, [(Tier(0, t.spec.num_rows, "striped", tuple(range(world)), mode="push"),)
-                           for t in problem.tables])
+    every = tuple(range(problem.machine.world_size))
+    return plan_of_tiers(problem, ((Tier(0, t.spec.num_rows, "striped", every, mode="push"),)
+                                   for t in problem.tables))
 
 
 def _shard_costs(problem: Problem, shards: Sequence[Shard]) -> np.ndarray:
@@ -254,7 +259,7 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
             block = min(int(colder[0]) if colder.size else h.size, cut)
             tiers.append(hot_and_cold(t, int(t.edges[block]), Tier(0, 0, "replicated", every),
                                       Tier(0, 0, "striped", every)))
-        plan = _plan(problem, tiers)
+        plan = plan_of_tiers(problem, tiers)
         if evaluate(plan, problem).fits:
             best, low = plan, share
             if share == 1.0:
@@ -262,8 +267,3 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
         else:
             high = share
     return best
-
-
-def _plan(problem: Problem, tiers: Sequence[tuple[Tier, ...]]) -> Plan:
-    return plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
-                             for t, x in zip(problem.tables, tiers, strict=True)})

@@ -6,6 +6,7 @@ that their papers use: access frequencies, sizes, bandwidths.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +29,30 @@ _MAX_WEIGHT = 16
 _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
-def _scipy() -> tuple[Any, Any]:
-    """`scipy.optimize` and `scipy.sparse`."""
+def _optimize() -> Any:
+    """`scipy.optimize`."""
     try:
-        from scipy import optimize, sparse
+        from scipy import optimize
     except ImportError as error:
         raise MissingDependencyError("cannot solve a baseline's program", "import", str(error),
                                      "scipy", "pip install 'oper[report]'") from error
-    return optimize, sparse
+    return optimize
+
+
+def _fitting(problem: Problem, solve: Callable[[float], Plan | None]) -> Plan | None:
+    """The first plan that fits, for decreasing shares of memory; None if a program has no solution.
+    """
+    for share in _SHARES:
+        plan = solve(share)
+        if plan is None or evaluate(plan, problem).fits:
+            return plan
+    return None
+
+
+def plan_of_tiers(problem: Problem, tiers: Iterable[tuple[Tier, ...]]) -> Plan:
+    """A plan of tables without column splits, given the tiers of each."""
+    return plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
+                             for t, x in zip(problem.tables, tiers, strict=True)})
 
 
 # -- RecShard --------------------------------------------------------------------------------------
@@ -56,21 +73,12 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
     if cells > _MAX_BINARIES:
         return None
     steps = _COVERAGE if cells * len(_COVERAGE) <= _MAX_BINARIES else _COVERAGE[-1:]
-    for share in _SHARES:
-        found = _solve_coverage(problem, steps, share)
-        if found is None:
-            return None
-        plan = plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
-                                 for t, x in zip(problem.tables, found, strict=True)})
-        if evaluate(plan, problem).fits:
-            return plan
-    return None
+    return _fitting(problem, lambda share: _solve_coverage(problem, steps, share))
 
 
-def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
-                    ) -> list[tuple[Tier, ...]] | None:
-    """Tiers of every table; None if the MILP solver finds no solution."""
-    (optimize, sparse), machine = _scipy(), problem.machine
+def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float) -> Plan | None:
+    """The plan of the MILP; None if the solver finds no solution."""
+    optimize, machine = _optimize(), problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
     row = np.array([float(t.spec.row_bytes) for t in problem.tables])[:, None]
@@ -84,33 +92,32 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     # [T, W, K]: cost at the rank, and bytes there; striped rows count on every rank.
     cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
     hot = size * stops / rows
-    cold = (size - hot) / world
-    cells, index = num_tables * world * num_steps, np.arange(num_tables * world * num_steps)
-    t, r = index // (world * num_steps), index // num_steps % world
-    k = index % num_steps
-    time_rows = sparse.coo_array((cost.reshape(-1) * 1e6, (r, index)), (world, cells + 1)).tolil()
-    time_rows[:, cells] = -1.0
-    held = sparse.coo_array((hot[t, k], (r, index)), (world, cells + 1)).tocsr()
-    striped = sparse.csr_array((cold[t, k], (np.zeros_like(index), index)), (1, cells + 1))
-    held = held + sparse.vstack([striped] * world)
-    one = sparse.coo_array((np.ones(cells), (t, index)), (num_tables, cells + 1))
+    rest = (size - hot) / world
+    cells, each = num_tables * world * num_steps, np.eye(world)
+    # Variables: [T, W, K], and the largest cost.
+    time = np.einsum("trk,rs->strk", cost * 1e6, each).reshape(world, cells)
+    held = (np.einsum("tk,rs->strk", hot, each) + rest[:, None]).reshape(world, cells)
+    one = np.repeat(np.eye(num_tables), world * num_steps, axis=1)
     capacity = share * machine.capacity_bytes[machine.domain] / machine.num_near
     most = max(float(capacity.max()), 1.0)
     found = optimize.milp(
         np.append(np.zeros(cells), 1.0),
-        constraints=[optimize.LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
-                     optimize.LinearConstraint(held / most, -np.inf, capacity / most),
-                     optimize.LinearConstraint(one.tocsr(), 1.0, 1.0)],
+        constraints=[
+            optimize.LinearConstraint(np.c_[time, -np.ones(world)], -np.inf, 0.0),
+            optimize.LinearConstraint(np.c_[held / most, np.zeros(world)], -np.inf,
+                                      capacity / most),
+            optimize.LinearConstraint(np.c_[one, np.zeros(num_tables)], 1.0, 1.0)],
         bounds=optimize.Bounds(0.0, np.append(np.ones(cells), np.inf)),
         integrality=np.append(np.ones(cells), 0.0),
         options={"time_limit": _SECONDS, "mip_rel_gap": _MIP_GAP})
     if found.x is None:
         return None
-    chosen = np.flatnonzero(found.x[:cells] > 0.5)
-    ranks = tuple(range(world))
-    return [hot_and_cold(table, int(stops[n, k[c]]), Tier(0, 0, "owned", (int(r[c]),), mode="push"),
-                         Tier(0, 0, "striped", ranks))
-            for n, (table, c) in enumerate(zip(problem.tables, chosen.tolist(), strict=True))]
+    _, ranks, chosen = np.nonzero(found.x[:cells].reshape(num_tables, world, num_steps) > 0.5)
+    cold = Tier(0, 0, "striped", tuple(range(world)))
+    return plan_of_tiers(problem, (
+        hot_and_cold(t, int(stops[n, k]), Tier(0, 0, "owned", (r,), mode="push"), cold)
+        for n, (t, r, k) in enumerate(zip(problem.tables, ranks.tolist(), chosen.tolist(),
+                                          strict=True))))
 
 
 def _stops(t: TableProblem, steps: tuple[float, ...]) -> list[int]:
@@ -139,14 +146,7 @@ def extraction_lp(problem: Problem, seed: int) -> Plan | None:
     rounded: the hottest rows are replicated, and the others assigned in proportion to the ranks'
     shares. The paper's symmetric closed form is the peer ``ugache-replicate-or-partition``.
     """
-    for share in _SHARES:
-        found = _solve_extraction(problem, share)
-        if found is None:
-            continue
-        plan = _rounded(problem, *found)
-        if evaluate(plan, problem).fits:
-            return plan
-    return None
+    return _fitting(problem, lambda share: _solve_extraction(problem, share))
 
 
 def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,26 +166,19 @@ def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             np.bincount(of_block, read, _HEAT_CLASSES))
 
 
-def _solve_extraction(problem: Problem, share: float
-                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Class of every block, replicated share of each class [H], and bytes of other rows by rank
-    [W]; None if the LP has no solution."""
-    (optimize, _), machine = _scipy(), problem.machine
+def _solve_extraction(problem: Problem, share: float) -> Plan | None:
+    """The rounded solution of the LP; None if it has none."""
+    optimize, machine = _optimize(), problem.machine
     of_block, held, read = _heat_classes(problem)
-    world, classes = machine.world_size, held.size
+    world, each = machine.world_size, np.eye(held.size)
     rows, limit = _extraction_rows(machine, held, read, share, problem.training)
-    equal = np.zeros((classes, rows.shape[1]))
-    for h in range(classes):
-        equal[h, h] = 1.0
-        equal[h, classes + h * world:classes + (h + 1) * world] = 1.0
-    cost = np.zeros(rows.shape[1])
-    cost[-1] = 1.0
-    found = optimize.linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
-                             bounds=(0, None), method="highs")
+    equal = np.c_[each, np.repeat(each, world, axis=1), np.zeros(held.size)]
+    found = optimize.linprog(np.append(np.zeros(rows.shape[1] - 1), 1.0), A_ub=rows, b_ub=limit,
+                             A_eq=equal, b_eq=np.ones(held.size), bounds=(0, None), method="highs")
     if found.x is None:
         return None
-    part = found.x[classes:-1].reshape(classes, world)
-    return of_block, found.x[:classes], part.T @ held
+    replicated, part, _ = np.split(found.x, [held.size, -1])
+    return _rounded(problem, of_block, replicated, part.reshape(-1, world).T @ held)
 
 
 def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share: float,
@@ -222,19 +215,19 @@ def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share
 
 def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
              by_rank: np.ndarray) -> Plan:
+    """The plan, given the class of every block, the replicated share of each class [H], and the
+    bytes of other rows by rank [W]."""
     world = problem.machine.world_size
     weight = np.rint(by_rank / max(float(by_rank.max()), 1e-300) * _MAX_WEIGHT).astype(np.int64)
     if weight.max() == 0 or weight.sum() > MAX_PATTERN:
         weight = np.ones(world, np.int64)
     ranks = np.flatnonzero(weight)
     even = np.unique(weight[ranks]).size == 1
-    weights = () if even else tuple(int(x) for x in weight[ranks])
-    first, placements = 0, {}
-    for t in problem.tables:
-        blocks = replicated[of_block[first:first + t.edges.size - 1]]
-        first += t.edges.size - 1
-        stop = round(float(blocks @ np.diff(t.edges)))
-        tiers = hot_and_cold(t, stop, Tier(0, 0, "replicated", tuple(range(world))),
-                             Tier(0, 0, "striped", tuple(ranks.tolist()), weights))
-        placements[t.spec.name] = (Piece(0, t.spec.dim, tiers),)
-    return plan_of(problem, placements)
+    hot = Tier(0, 0, "replicated", tuple(range(world)))
+    cold = Tier(0, 0, "striped", tuple(ranks.tolist()),
+                () if even else tuple(weight[ranks].tolist()))
+    sizes = [t.edges.size - 1 for t in problem.tables]
+    blocks = np.split(replicated[of_block], np.cumsum(sizes)[:-1])
+    return plan_of_tiers(problem, (
+        hot_and_cold(t, round(float(x @ np.diff(t.edges))), hot, cold)
+        for t, x in zip(problem.tables, blocks, strict=True)))
