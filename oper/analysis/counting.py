@@ -13,7 +13,7 @@ from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError, require_fields
 from oper.ranges import Count, rules_of
 from oper.stats import TableStats, TimeBucket
-from oper.support.native import merge_counts, sampled
+from oper.support.native import merge_counts
 
 _BUCKET_ENTRIES = 1 << 16  # number of hottest ids retained per time bucket with inexact counts
 _UINT32_MAX = 2**32 - 1
@@ -70,8 +70,6 @@ class AdaptiveCounter:
     def __init__(self, budget_bytes: int) -> None:
         """Start with exact counts in a hash table of at most `budget_bytes` bytes."""
         self._tally = Tally(budget_bytes)
-        self._pending: list[np.ndarray] = []  # sampled ids
-        self._num_pending = 0
         self.is_exact = True  # whether all counts are exact, that is, no sketch is used yet
         self.num_accesses = 0
         self.heavy, self.sample = HeavyHitters(), DistinctSample()
@@ -81,7 +79,6 @@ class AdaptiveCounter:
         """Number of distinct ids so far; an estimate once sketches are used."""
         if self.is_exact:
             return self._tally.num_ids
-        self._flush_sample()
         return self.sample.result()[0].size << self.sample.level
 
     def add(self, ids: np.ndarray) -> None:
@@ -90,14 +87,13 @@ class AdaptiveCounter:
         self._add(ids.astype(np.int64, copy=False), None)
 
     def _add(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
-        taken = 0
         if self.is_exact:
             taken = self._tally.add(ids, counts)
             if taken == ids.size:
                 return
             self._end_exact()
-        ids, counts = ids[taken:], None if counts is None else counts[taken:]
-        self._add_sampled(ids, counts)
+            ids, counts = ids[taken:], None if counts is None else counts[taken:]
+        self.sample.add(ids, counts)
         self.heavy.add(ids, counts)
 
     def _end_exact(self) -> None:
@@ -110,28 +106,10 @@ class AdaptiveCounter:
         self.sample.add(*self._tally.sample(self.sample.level))
         self.heavy.count_in(self._tally)
 
-    def _add_sampled(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
-        at = sampled(ids, self.sample.level)
-        if counts is not None:
-            self.sample.add(ids[at], counts[at])
-            return
-        self._pending.append(ids[at])
-        self._num_pending += at.size
-        if self._num_pending >= 2 * self.sample.num_entries:
-            self._flush_sample()
-
-    def _flush_sample(self) -> None:
-        if self._pending:
-            self.sample.add(*np.unique(np.concatenate(self._pending), return_counts=True))
-            self._pending, self._num_pending = [], 0
-
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ids in ascending order and their counts, int64 [K] each: all ids and exact counts,
         or heavy hitters and lower bounds of their counts."""
-        if self.is_exact:
-            return self._tally.result()
-        self._flush_sample()
-        return self.heavy.result()
+        return self._tally.result() if self.is_exact else self.heavy.result()
 
     def merge(self, other: AdaptiveCounter) -> None:
         """Add another counter's counts; `other` must not be used afterwards."""
@@ -141,7 +119,6 @@ class AdaptiveCounter:
             return
         for counter in (self, other):
             counter._end_exact()
-            counter._flush_sample()
         self.heavy.merge(other.heavy)
         self.sample.merge(other.sample)
 
@@ -295,7 +272,6 @@ class TableCounter:
         lengths = self._lengths.result()
         whole = self._whole
         if whole is not None and not whole.is_exact:
-            whole.result()
             return sketched_stats(self._num_rows, whole.heavy, whole.sample, whole.num_accesses,
                                   lengths, self._presence.result(), buckets)
         ids, counts = whole.result() if whole is not None else self._total(list(merged.values()))

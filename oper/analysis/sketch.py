@@ -24,7 +24,6 @@ HEAVY_ENTRIES = 1 << 20   # ids in a heavy-hitter summary
 SAMPLE_ENTRIES = 1 << 18  # ids in a distinct sample
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-_EMPTY = np.zeros(0, np.int64)
 
 
 class HeavyHitters:
@@ -74,32 +73,33 @@ class DistinctSample:
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Start a sample of at most `num_entries` ids."""
-        self.num_entries, self.level = num_entries, 0
-        self._parts = [(_EMPTY, _EMPTY)]
+        self.num_entries, self.level, self._tally = num_entries, 0, Tally(0)
+        self._thin(0)
 
-    def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Add ids int64 [K], distinct and ascending, with their counts int64 [K]."""
-        keep = sampled(ids, self.level)
-        self._parts.append((ids[keep], counts[keep]))
-        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
-            self.result()
+    def _thin(self, level: int) -> None:
+        """Keep only the ids whose hash has `level` leading zeros."""
+        kept = self._tally.sample(level)
+        self.level, self._tally = level, Tally(max(64 * self.num_entries, 1 << 17))
+        self._tally.add(*kept)
+
+    def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [K]."""
+        while ids.size:
+            keep = sampled(ids, self.level)
+            ids, counts = ids[keep], None if counts is None else counts[keep]
+            taken = self._tally.add(ids, counts)
+            ids, counts = ids[taken:], None if counts is None else counts[taken:]
+            while self._tally.num_ids > self.num_entries and self.level < _MAX_LEVEL:
+                self._thin(self.level + 1)
 
     def result(self) -> Counts:
-        """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
-        ids, counts = merge_counts(self._parts)
-        while ids.size > self.num_entries and self.level < _MAX_LEVEL:
-            self.level += 1
-            keep = sampled(ids, self.level)
-            ids, counts = ids[keep], counts[keep]
-        self._parts = [(ids, counts)]
-        return ids, counts
+        """Return the ids, ascending, and their counts; int64 [M] each."""
+        return self._tally.result()
 
     def merge(self, other: DistinctSample) -> None:
         """Add another sample."""
-        self.level = max(self.level, other.level)
-        mine, self._parts = self._parts, [(_EMPTY, _EMPTY)]
-        for part in [*mine, *other._parts]:
-            self.add(*part)
+        self._thin(max(self.level, other.level))
+        self.add(*other.result())
 
 
 def sketched_stats(
