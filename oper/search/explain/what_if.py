@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
 
-_DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
-                  "link": ("link_gbps",), "cross": ("cross_gbps",)}
-_HOST_FIELDS = {"host-memory": ("host_memory_bytes",), "host-link": ("host_gbps",)}
-NAMES = (*_DOMAIN_FIELDS, *_HOST_FIELDS, "batch")
+# Fields of a topology or of its domains that each quantity is about.
+_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
+           "link": ("link_gbps",), "cross": ("cross_gbps",),
+           "host-memory": ("host_memory_bytes",), "host-link": ("host_gbps",)}
+NAMES = (*_FIELDS, "batch")
 _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
 
 
@@ -66,18 +67,15 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
         if change.name == "batch":
             batch_size = change.value or max(1, round(batch_size * change.factor))
             continue
-        if change.name in _HOST_FIELDS:
-            topology = _scaled(topology, _HOST_FIELDS, change)
-        else:
-            topology = replace(topology, domains=tuple(
-                _scaled(d, _DOMAIN_FIELDS, change) for d in topology.domains))
-        topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
+        topology = replace(
+            _scaled(topology, change), name=f"{topology.name} {change.text}", source="assumed",
+            domains=tuple(_scaled(d, change) for d in topology.domains))
     return topology, batch_size
 
 
-def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any:
-    """Return a topology, or a domain, with the fields of a change multiplied by its factor."""
-    new = {n: getattr(of, n) * change.factor for n in fields[change.name]}
+def _scaled(of: Any, change: Change) -> Any:
+    """Return a topology, or a domain, with its fields of a change multiplied by the factor."""
+    new = {n: getattr(of, n) * change.factor for n in _FIELDS[change.name] if hasattr(of, n)}
     return replace(of, **{n: int(x) if n.endswith("_bytes") else x for n, x in new.items()})
 
 
