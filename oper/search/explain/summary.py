@@ -93,7 +93,7 @@ def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
 def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:
     """The reason why the plan's bound is not certified; "" if it is certified, or if it applies to
     the problem and was not checked (`verdict` is None)."""
-    return not_certified(plan, problem) or ("" if verdict is None else verdict.why)
+    return not_certified(plan, problem) if verdict is None else verdict.why
 
 
 def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict | None) -> str:
