@@ -194,54 +194,46 @@ class CostModel:
 
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
         """The tally of rows in host memory; arguments and result as for `shard_rows`."""
-        out = self.shard_rows(t, width, owner)
-        self._into_host(out, t, width, owner, False)
-        out[..., Row.HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
-        out[..., Row.HOST_SENT, :] = out[..., Row.SERVED, :]
-        out[..., Row.SERVED, :] = 0.0
-        return out
+        return self._in_host(self.shard_rows(t, width, owner), t, width, owner, "pull")
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
         """The tally of one tier of a column piece, without partial sums; a replicated tier has
         copies on all ranks. Arguments and result as for `shard_rows`."""
-        in_host = tier.memory == "host"
-        if tier.placement == "replicated":
-            out = self.replica_rows(t, width, owner)
-            if in_host:
-                row, total = row_bytes(t, width)[0], owner.sum(axis=-1)
-                self._into_host(out, t, width, owner, False)
-                out[..., Row.HOST_FORWARD, :] = total[..., IDS, None] * row
-                if self.training:
-                    out[..., Row.HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
-            return out
-        if tier.mode == "pull":
-            return (self.host_rows if in_host else self.shard_rows)(t, width, owner)
-        out = self.push_rows(t, width, owner)
-        if in_host:
-            self._into_host(out, t, width, owner, True)
-            ids = owner[..., IDS, :] * self.machine.world_size
-            out[..., Row.HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
-        return out
+        kind = tier.placement if tier.placement == "replicated" else tier.mode
+        out = {"replicated": self.replica_rows, "pull": self.shard_rows,
+               "push": self.push_rows}[kind](t, width, owner)
+        return self._in_host(out, t, width, owner, kind) if tier.memory == "host" else out
 
-    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
-                   pushed: bool) -> None:
-        """Move the memory of rows, and the bytes that updates read and write, to host memory, and
-        subtract the reads of these rows from device memory, whose caches do not hold host memory.
+    def _in_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
+                 kind: str) -> np.ndarray:
+        """Move the memory of rows, their reads, and the bytes that updates read and write, to host
+        memory, whose rows are not in the caches of device memory.
+
+        `kind` is ``"replicated"``, or the exchange mode. Returns `out`, changed in place.
         """
         row, _, state = row_bytes(t, width)
         out[..., Row.HOST_HELD, :] = out[..., Row.HELD, :]
         out[..., Row.HELD, :] = 0.0
         if self.training:
             update = owner[..., TOUCHED_ALL, :] * 2 * (row + state)
-            out[..., Row.HOST_UPDATE, :] = update
             out[..., Row.UPDATE_BYTES, :] = np.maximum(out[..., Row.UPDATE_BYTES, :] - update, 0.0)
-        if pushed:
+            out[..., Row.HOST_UPDATE, :] = update
+            if kind == "replicated":  # all copies
+                out[..., Row.HOST_UPDATE, :] += owner.sum(axis=-1)[..., TOUCHED_ALL, None] * row
+        if kind == "push":
             rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
         else:
             rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
-        again = self.repeat_cost(t, pushed)
+        again = self.repeat_cost(t, kind == "push")
         saved = (rows * self.caching.first(t) + (ids - rows) * again) * row
         out[..., Row.FORWARD_BYTES, :] = np.maximum(out[..., Row.FORWARD_BYTES, :] - saved, 0.0)
+        if kind == "pull":
+            out[..., Row.HOST_SERVED, :] = owner[..., IDS, :] * row
+            out[..., Row.HOST_SENT, :] = out[..., Row.SERVED, :]
+            out[..., Row.SERVED, :] = 0.0
+        else:
+            out[..., Row.HOST_FORWARD, :] = ids * row
+        return out
 
     def own_requests(self, own: np.ndarray, has_all: np.ndarray) -> np.ndarray:
         """Nanoseconds that ranks spend on requests for their own pushed rows; float64 [W].
