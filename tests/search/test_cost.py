@@ -433,13 +433,6 @@ def test_features_are_the_means_of_drawn_batches(kind):
         close(float(table.traffic.bags_touching(mass)), (part[:, 0].sum(axis=-1) > 0).sum(axis=-1))
 
 
-def test_means_alone_would_count_rare_long_bags_too_often():
-    stated, probability, lengths, share = case("rare and long")
-    found = stated.tables[0].total[TOUCHED]
-    naive = float((1 - (1 - probability) ** (BATCH * np.dot(lengths, share))).sum())
-    assert found < 0.85 * naive
-
-
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
     """Replicated, striped and pulled, owned and pushed rows: counted id by id."""

@@ -37,9 +37,11 @@ from tests.search.search_cases import (
     tables_and_stats,
 )
 from tests.search.test_explain import draw, stated
+from tests.support import pulled, pushed
 
 PAIRS = [(8, 8), (4, 4), (16, 16), (16, 8), (8, 32), (32, 8)]
 CROSS = (Term.CROSS_IN, Term.CROSS_OUT)
+IN_MODE = {"pull": pulled, "push": pushed}
 
 
 def hosts(bits: Any, objective: str = "training") -> tuple[Problem, list[np.ndarray]]:
@@ -48,16 +50,11 @@ def hosts(bits: Any, objective: str = "training") -> tuple[Problem, list[np.ndar
     return replace(problem, message_bits=MessageBits.parse(bits)), chances
 
 
-def with_mode(plan: Plan, mode: str) -> Plan:
-    return replace(plan, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
-        replace(x, mode=mode) for x in p.tiers)) for p in t.pieces)) for t in plan.tables))
-
-
 def one_table(mode: str, bits: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes by term and rank, in request, forward and update, of the table of 64 columns."""
     problem, _ = hosts(bits)
     problem = replace(problem, tables=(problem.table("t1"),))
-    plan = with_mode(uniform_plan([problem.tables[0].spec], 4, "striped"), mode)
+    plan = IN_MODE[mode](uniform_plan([problem.tables[0].spec], 4, "striped"))
     request, forward, _, update = evaluate(plan, problem).phases
     return request.units, forward.units, update.units
 
@@ -92,7 +89,7 @@ def test_each_table_and_direction_has_its_own_bits(mode: str) -> None:
     """Links between hosts carry what the tables alone send with their bits."""
     bits = {"t0": (8, 16), "t1": (16, 8)}
     problem, _ = hosts(bits)
-    plan = with_mode(uniform_plan([t.spec for t in problem.tables], 4, "striped"), mode)
+    plan = IN_MODE[mode](uniform_plan([t.spec for t in problem.tables], 4, "striped"))
 
     def sent(names: list[str], message_bits: Any) -> list[np.ndarray]:
         part = replace(plan, tables=tuple(plan.table(n) for n in names))
@@ -130,13 +127,13 @@ def test_replayed_loads_are_the_messages_that_are_sent(bits: Any) -> None:
     problem, chances = stated(gpus(3, per_host=1))
     problem = replace(problem, message_bits=MessageBits.parse(bits))
     specs = [t.spec for t in problem.tables]
-    pulled = uniform_plan(specs, 3, "striped")
+    plain = uniform_plan(specs, 3, "striped")
     tiers = (Tier(0, 9, "replicated", (0, 1, 2)), Tier(9, 300, "striped", (0, 1, 2), mode="push"))
-    pushed = replace(pulled, tables=tuple(
+    mixed = replace(plain, tables=tuple(
         TablePlan(t.table, (Piece(0, 64, tiers),)) if t.table.name == "t1" else t
-        for t in pulled.tables))
+        for t in plain.tables))
     batch = draw(problem, chances, np.random.default_rng(1))
-    for plan in (pulled, pushed):
+    for plan in (plain, mixed):
         plan = replace(plan, message_bits=problem.message_bits)
         sent = dict(zip(SENT, WireReplay(plan, [0, 1, 2], training=True).step(batch), strict=True))
         request, forward, _, update = RealizedLoad(plan, problem).step(batch).phases
@@ -188,10 +185,8 @@ def plans_of(problem: Problem) -> list[Plan]:
         Tier(0, 9, "replicated", world),
         Tier(9, t.num_rows, "striped", world, mode="push" if n % 2 else "pull"))),))
         for n, t in enumerate(specs))
-    pulled = uniform_plan(specs, len(world))
-    pushed = replace(pulled, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
-        replace(x, mode="push") for x in p.tiers)) for p in t.pieces)) for t in pulled.tables))
-    return [pulled, pushed, replace(pulled, tables=mixed)]
+    plan = uniform_plan(specs, len(world))
+    return [plan, pushed(plan), replace(plan, tables=mixed)]
 
 
 # ---- the variance of a plan ----------------------------------------------------------------------

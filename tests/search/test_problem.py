@@ -60,15 +60,6 @@ def test_features_add_up_to_what_presence_says_of_every_row():
     assert table.total[TOUCHED_ALL] == pytest.approx((1 - (1 - p) ** (4 * num_ids)).sum(), rel=1e-9)
 
 
-def test_simulated_batches_touch_as_many_rows_as_the_problem_expects():
-    table, stats = one_table(exponent=1.2)
-    found = stats.tables["t"]
-    rng = np.random.default_rng(0)
-    p = found.head_counts / found.num_accesses
-    drawn = [np.unique(rng.choice(found.head_ids, 256, p=p)).size for _ in range(400)]
-    assert np.mean(drawn) == pytest.approx(table.total[TOUCHED], rel=0.02)
-
-
 def test_blocks_are_few_and_cover_the_table():
     table, _ = one_table(num_rows=200_000)
     assert 10 <= table.blocks.shape[0] <= 100
@@ -254,17 +245,6 @@ def test_a_batch_smaller_than_a_request_has_one_bag(candidates: float) -> None:
     assert (table.traffic.num_bags, table.num_outputs) == (1.0, BATCH)
     assert table.total[IDS] == pytest.approx(LENGTH)
     assert np.array_equal(table.cumulative, make_table(*user_table(1), 1, 4).cumulative)
-
-
-def test_simulated_requests_touch_what_the_problem_expects() -> None:
-    spec, stats = user_table(CANDIDATES)
-    table, found = make_table(spec, stats, BATCH, 4), stats.tables["t"]
-    p = found.head_counts / found.num_accesses
-    rng = np.random.default_rng(0)
-    for feature, ranks in ((TOUCHED, 1), (TOUCHED_ALL, 4)):
-        drawn = [np.unique(rng.choice(found.head_ids, ranks * BATCH // CANDIDATES * LENGTH, p=p)
-                           ).size for _ in range(300)]
-        assert np.mean(drawn) == pytest.approx(table.total[feature], rel=0.02)
 
 
 def test_a_table_of_a_user_s_and_a_candidate_s_feature_lies_between() -> None:

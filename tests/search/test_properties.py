@@ -44,7 +44,7 @@ from tests.search.search_cases import (
     with_host_memory,
 )
 from tests.search.test_random_problems import proved
-from tests.support import run_command
+from tests.support import map_tiers, run_command
 
 
 def renumbered(topology, order):
@@ -75,13 +75,9 @@ def test_relabelling_changes_nothing(data, seed):
     one = make_problem(specs, stats, topology, **arguments)
     two = make_problem(renamed, again, other, **arguments)
     plan = random_plan(one, np.random.default_rng(seed), KINDS, max_pieces=2)
-    tables = []
-    for k, spec in zip(listed, renamed, strict=True):
-        pieces = tuple(replace(p, tiers=tuple(
-            replace(x, ranks=tuple(number[r] for r in x.ranks)) for x in p.tiers))
-            for p in plan.tables[k].pieces)
-        tables.append(replace(plan.tables[k], table=spec, pieces=pieces))
-    moved = replace(plan, tables=tuple(tables))
+    moved = map_tiers(plan, lambda x: replace(x, ranks=tuple(number[r] for r in x.ranks)))
+    moved = replace(plan, tables=tuple(
+        replace(moved.tables[k], table=spec) for k, spec in zip(listed, renamed, strict=True)))
     before, after = evaluate(plan, one), evaluate(moved, two)
     assert after.step_us == pytest.approx(before.step_us, rel=1e-12)
     assert after.held_bytes[[number[r] for r in range(4)]] == pytest.approx(before.held_bytes)
