@@ -102,9 +102,7 @@ class WireReplay:
             for piece, placed in zip(entry.pieces, pieces, strict=True):
                 sizes = _Sizes(table, piece, self.plan.message_bits)
                 for rank, batch in enumerate(batches):
-                    self._lookup(sent, placed, sizes, rank, batch)
-                    if self.training:
-                        self._gradients(sent, placed, sizes, rank, batch)
+                    self._count(sent, placed, sizes, rank, batch)
                 if self.training:
                     self._refreshes(sent, placed, sizes, touched)
             if self.training and len(pieces) > 1:
@@ -137,42 +135,30 @@ class WireReplay:
             for members in {tuple(members) for members in self._members}:
                 sent[_KIND["keys"], rank, members[at % len(members)]] += 8 * words
 
-    def _lookup(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,
-                batch: TableBatch) -> None:
-        tier, owner = placed.resolve(batch.ids)
+    def _count(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,
+               batch: TableBatch) -> None:
+        """Add what a rank and the owners of the rows that it looks up send each other."""
+        world = self.plan.world_size
+        tier, owner = placed.resolve(np.unique(batch.ids))
         near = ~self.far[reader][owner]
         for member in self._members[reader]:
             near |= placed.held(member, tier)
-        pushed = placed.pushed_by(reader, tier)
-        self._rows(sent, sizes, reader, (batch.ids, owner), ~near & ~pushed)
-        if self.training and batch.trains_weights:
-            self._rows(sent, sizes, reader, (batch.ids, owner), ~near)
-        asked, bags = placed.pooled(batch, reader)
-        sent[_KIND["ids"], reader] += _words(asked, sizes.slot_bits) + _words(asked, 1)
+        pulled = ~placed.pushed_by(reader, tier)
+        for asked in [~near & pulled] + [~near] * (self.training and batch.trains_weights):
+            number = np.bincount(owner[asked], minlength=world)
+            sent[_KIND["row_ids"], reader] += _words(number, sizes.slot_bits)
+            sent[_KIND["rows"], :, reader] += _words(number, 8 * sizes.answer)
+        ids, bags = placed.pooled(batch, reader)
+        sent[_KIND["ids"], reader] += _words(ids, sizes.slot_bits) + _words(ids, 1)
         if batch.weighted:
-            sent[_KIND["id_weights"], reader] += 4 * asked
+            sent[_KIND["id_weights"], reader] += 4 * ids
         sent[_KIND["partial_sums"], :, reader] += _words(bags, 8 * sizes.sum)
-
-    @staticmethod
-    def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
-              asked: np.ndarray) -> None:
-        """Add the rows that a reader requests: `of` has ids and their owners, `asked` (bool) which
-        of these ids are requested."""
-        _, first = np.unique(of[0][asked], return_index=True)
-        number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
-        sent[_KIND["row_ids"], reader] += _words(number, sizes.slot_bits)
-        sent[_KIND["rows"], :, reader] += _words(number, 8 * sizes.answer)
-
-    @staticmethod
-    def _gradients(sent: np.ndarray, placed: Placed, sizes: _Sizes, sender: int,
-                   batch: TableBatch) -> None:
-        tier, owner = placed.resolve(np.unique(batch.ids))
-        number = np.bincount(owner[~placed.pushed_by(sender, tier)], minlength=sent.shape[1])
-        sent[_KIND["gradient_rows"], sender] += (_words(number, sizes.slot_bits)
-                                                 + _words(number, 8 * sizes.gradient))
-        # Owners keep the ids of the forward pass for the backward pass, so only gradients are sent.
-        _, bags = placed.pooled(batch, sender)
-        sent[_KIND["bag_gradients"], sender] += _words(bags, 8 * sizes.gradient)
+        if self.training:
+            number = np.bincount(owner[pulled], minlength=world)
+            sent[_KIND["gradient_rows"], reader] += (_words(number, sizes.slot_bits)
+                                                     + _words(number, 8 * sizes.gradient))
+            # Owners keep ids for the backward pass, in which only gradients of bags are sent.
+            sent[_KIND["bag_gradients"], reader] += _words(bags, 8 * sizes.gradient)
 
     def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
                  rounds: int) -> None:
