@@ -1,8 +1,7 @@
 """Access statistics from lookups: exact counts, presence, skew and drift. Needs only NumPy."""
 
 from oper.analysis.collector import Collector, collect, tables_of
-from oper.analysis.counting import CountOptions, TableCounter
-from oper.analysis.key_counting import KeyCounter
+from oper.analysis.counting import CountOptions, KeyCounter, TableCounter
 from oper.analysis.presence import PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, merge_stats, renumber_stats
 from oper.analysis.summary import Skew, describe, distance, drift, skew

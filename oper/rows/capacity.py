@@ -119,7 +119,7 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
     """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
-        table: statistics of the keys, see `oper.analysis.key_counting.KeyCounter`.
+        table: statistics of the keys, see `oper.analysis.counting.KeyCounter`.
         num_rows, admit_after, eviction, half_life, time_to_live: see `DynamicRows`; times are in
             lookups of the table.
 

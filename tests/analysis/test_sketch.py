@@ -10,8 +10,7 @@ from hypothesis import given, settings, strategies as st
 from oper import analysis
 from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
-from oper.analysis.sketch import sketched_stats
-from oper.analysis.tally import Tally
+from oper.analysis.sketch import Tally, sketched_stats
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats, TableStats
 from oper.support import native

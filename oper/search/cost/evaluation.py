@@ -1,4 +1,20 @@
-"""The modelled step of one plan: phases, their loads on every rank, and the memory needed."""
+"""The modelled step of one plan: phases, their loads on every rank, and the memory needed.
+
+Phases of a training step (barriers between them) and the work of each rank:
+
+* request (between hosts): the ids of pushed rows are sent to their owners, which answer once all
+  have arrived. The ranks' own work for it is counted in forward: all readers do the same work, so
+  the sum of the phases is the same.
+* forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
+  and writes its outputs; the owner of pushed rows pools them for all ranks.
+* backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
+* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
+  reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
+  master copy, which then writes all other copies.
+* refresh (between hosts whose links differ): changed rows are sent to copies on other hosts, once
+  all gradients have arrived. With equal links, this takes all ranks equally long, because masters
+  are assigned round-robin, and is part of update.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +23,10 @@ from functools import cached_property
 
 import numpy as np
 
-from oper.search.problem.machine import GROUPS, by_group
+from oper.search.cost.links import broadcast
+from oper.search.problem.machine import GROUPS, REFRESH, REQUEST, TERMS, Machine, by_group
+from oper.search.problem.overlap import RESOLVE
+from oper.search.problem.statement import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,3 +122,24 @@ class Evaluation:
         """max / mean over ranks of the phase times summed over phases."""
         load = sum(p.groups.max(axis=0) for p in self.phases)
         return float(load.max() / max(load.mean(), 1e-30))
+
+
+def phases_of(problem: Problem) -> tuple[str, ...]:
+    """Names of the phases of a step, in order; there is a barrier after each."""
+    out: tuple[str, ...] = ("forward", "backward", "update") if problem.training else ("forward",)
+    if problem.machine.host.any():
+        out = (REQUEST, *out)
+        if problem.training and not _refreshes_evenly(problem.machine):
+            out = (*out, REFRESH)
+    if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
+        out = (RESOLVE, *out)
+    return out
+
+
+def _refreshes_evenly(m: Machine) -> bool:
+    """Whether sending changed rows to all other hosts takes all ranks equally long, if their master
+    copies are distributed evenly."""
+    units, every = np.zeros((len(TERMS), m.world_size)), np.ones(m.world_size)
+    broadcast(m, np.zeros_like(units), units, every, every)
+    seconds = m.seconds(units)
+    return bool(np.allclose(seconds.min(axis=1), seconds.max(axis=1), rtol=1e-9, atol=0.0))

@@ -5,7 +5,7 @@ and are linear in the features of the rows that a rank owns, replicates or reads
 tally to units (bytes, nanoseconds) per phase, term and rank. Everything that the planner computes
 uses these two steps: evaluation of a plan, columns of the lower bound, and moves of the search.
 
-`oper.search.cost.phases` lists the phases of a step and the ranks' work in each.
+`oper.search.cost.evaluation` lists the phases of a step and the ranks' work in each.
 
 Ranks of one memory domain read each other's rows as if they were local; no bytes use a link.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
@@ -28,9 +28,8 @@ from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
-from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
+from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase, phases_of
 from oper.search.cost.links import broadcast, owner_exchange, subset_reads
-from oper.search.cost.phases import phases_of
 from oper.search.cost.tally import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
