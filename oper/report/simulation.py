@@ -182,8 +182,7 @@ def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator
             "tables of user features", shared[:8], not shared,
             "none, since a folder does not record which samples share them"))
         return folder_batches(args.trace, args.split, tables, problem.batch_size, plan.world_size)
-    stats = verbs.as_planned(AccessStats.load(args.stats), plan)
-    assert stats is not None
+    stats = verbs.as_planned(AccessStats.load(args.stats), plan.notes)
     return drawn_batches(stats, tables, problem.batch_size, plan.world_size, args.seed)
 
 

@@ -112,10 +112,12 @@ def run_plan(args: argparse.Namespace) -> int:
     if has_bound:
         _check_latency_options(args)
     stats = AccessStats.load(args.stats)
-    dynamic = _dynamic(args, stats)
-    stats = _with_candidates(args, _of_rows(stats, dynamic))
+    # Stored in the plan, so that other commands adapt their statistics in the same way.
+    notes = {_DYNAMIC: _dynamic(args, stats), _SHARED: _shared(args, stats)}
+    notes = {name: x for name, x in notes.items() if x}
+    stats = as_planned(stats, notes)
     if has_bound:
-        return _plan_latency(args, stats)
+        return _plan_latency(args, stats, notes)
     topology = topology_preset(args.topology, args.world_size)
 
     def problem_on(machine: Topology) -> Problem:
@@ -150,7 +152,7 @@ def run_plan(args: argparse.Namespace) -> int:
                            args.synchronize_bits, stats, plan_on)
     problem = replace(problem_on(topology.divided(plan.replica_groups)),
                       message_bits=plan.message_bits)
-    plan = _noted(plan, stats, dynamic)
+    plan = replace(plan, notes=plan.notes | notes)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -174,7 +176,7 @@ def _check_latency_options(args: argparse.Namespace) -> None:
                              "the least memory is chosen", "leave the option out")
 
 
-def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
+def _plan_latency(args: argparse.Namespace, stats: AccessStats, notes: dict[str, Any]) -> int:
     """Run ``oper plan`` with a latency bound."""
     from oper.search.explain.latency import LatencyGoal, plan_latency
 
@@ -189,7 +191,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
-    plan = _noted(plan, stats)
+    plan = replace(plan, notes=plan.notes | notes)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **plan.notes["latency"]}))
@@ -334,7 +336,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     was made with ``--dynamic-rows``, `stats` are of keys.
     """
     plan = Plan.load(args.plan)
-    stats = as_planned(stats, plan)
+    stats = None if stats is None else as_planned(stats, plan.notes)
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
@@ -356,11 +358,23 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                          message_bits=plan.message_bits)
 
 
-def as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
-    """Return `stats` with the dynamic tables and the shared features that the plan states."""
-    stats = _of_rows(stats, plan.notes.get(_DYNAMIC))
-    shared = plan.notes.get(_SHARED)
-    if stats is None or shared is None:
+def as_planned(stats: AccessStats, notes: Mapping[str, Any]) -> AccessStats:
+    """Return `stats` with the dynamic tables and the shared features that a plan's notes state."""
+    dynamic, shared = notes.get(_DYNAMIC) or {}, notes.get(_SHARED)
+    try:
+        samples = max((int(of["samples_per_update"]) for of in dynamic.values()), default=0)
+        tables = {name: DynamicRows(**{k: v for k, v in of.items() if k != "samples_per_update"})
+                  for name, of in dynamic.items()}
+    except InvalidInputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InvalidInputError("cannot read the plan", f"notes.{_DYNAMIC}", dynamic,
+                                "num_rows, admit_after, eviction, half_life, time_to_live "
+                                "and samples_per_update by table",
+                                "plan again: earlier versions of 'oper plan' wrote other notes"
+                                ) from None
+    stats = stats_of_rows(stats, tables, samples)  # from keys to rows
+    if shared is None:
         return stats
     if not isinstance(shared, dict) or not all(type(x) in (int, float) for x in shared.values()):
         raise InvalidInputError("cannot read the plan", f"notes.{_SHARED}", shared,
@@ -369,22 +383,16 @@ def as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
     return replace(stats, samples_per_bag=shared)
 
 
-def _noted(plan: Plan, stats: AccessStats, dynamic: Mapping[str, Any] | None = None) -> Plan:
-    """Return the plan with the notes that `as_planned` reads."""
-    notes = {_DYNAMIC: dynamic, _SHARED: dict(stats.samples_per_bag)}
-    return replace(plan, notes=plan.notes | {name: x for name, x in notes.items() if x})
-
-
-def _with_candidates(args: argparse.Namespace, stats: AccessStats) -> AccessStats:
-    """Return `stats` with the shared features that the arguments of ``oper plan`` state."""
+def _shared(args: argparse.Namespace, stats: AccessStats) -> dict[str, float]:
+    """Return the samples per bag of the features that the arguments of ``oper plan`` state, or
+    those of the statistics."""
     if (args.user_features is None) != (args.candidates is None):
         raise UsageError("cannot plan user features", "--user-features, --candidates",
                          (args.user_features, args.candidates), "both or neither",
                          "pass the features, and the number of samples that share them")
     if args.user_features is None:
-        return stats
-    names = [name.strip() for name in args.user_features.split(",")]
-    return replace(stats, samples_per_bag=dict.fromkeys(names, args.candidates))
+        return dict(stats.samples_per_bag)
+    return dict.fromkeys((name.strip() for name in args.user_features.split(",")), args.candidates)
 
 
 def _stats(args: argparse.Namespace) -> AccessStats | None:
@@ -462,26 +470,6 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str
                 "samples_per_update": args.batch_size * topology_preset(
                     args.topology, args.world_size).world_size}
     return {name: {"num_rows": number, **settings} for name, number in rows.items()}
-
-
-def _of_rows(stats: Any, dynamic: Any) -> Any:
-    """Return `stats` with those of dynamic tables converted from keys to rows; `dynamic` is a
-    result of `_dynamic`, or what a plan's notes have in its place."""
-    if stats is None or not dynamic:
-        return stats
-    try:
-        samples = max(int(of["samples_per_update"]) for of in dynamic.values())
-        tables = {name: DynamicRows(**{k: v for k, v in of.items() if k != "samples_per_update"})
-                  for name, of in dynamic.items()}
-    except InvalidInputError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise InvalidInputError("cannot read the plan", f"notes.{_DYNAMIC}", dynamic,
-                                "num_rows, admit_after, eviction, half_life, time_to_live "
-                                "and samples_per_update by table",
-                                "plan again: earlier versions of 'oper plan' wrote other notes"
-                                ) from None
-    return stats_of_rows(stats, tables, samples)
 
 
 def _message_bits(args: argparse.Namespace) -> MessageBits:
