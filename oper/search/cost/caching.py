@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from oper.search.problem.statement import IDS, ROWS, TOUCHED, Problem, TableProblem
+from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
 _FLOAT_BYTES = 4
 
@@ -25,9 +25,9 @@ class Caching:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._domains = problem.topology.domains
+        self._domains = domains = problem.topology.domains
         self._first: dict[str, np.ndarray] = {}
-        domains = self._domains
+        self._again: dict[tuple[str, bool], np.ndarray] = {}
         self._ranks = np.array([len(d.ranks) for d in domains], float)
         self._cache_bytes = np.array([d.cache_bytes for d in domains], float) / self._ranks
         self._ratio = np.array([min(1.0, d.read_gbps / d.cache_gbps) for d in domains])
@@ -44,15 +44,18 @@ class Caching:
         """
         return np.asarray(((1.0 - miss) * self._ratio + miss)[self._domain_of])
 
-    def again(self, t: TableProblem, rows: float) -> np.ndarray:
-        """Cost of reading a row again within a batch whose working set is `rows` rows, relative to
-        a read from memory; float64 [W].
+    def again(self, t: TableProblem, pushed: bool = False) -> np.ndarray:
+        """Cost of reading a row again within a batch, relative to a read from memory; float64 [W].
 
         The share of the working set that fits the rank's part of the cache is read at cache
-        bandwidth, the rest at memory bandwidth.
+        bandwidth, the rest at memory bandwidth. With `pushed`, owners read rows for all ranks, else
+        each reader for itself.
         """
-        size = max(1.0, rows * t.spec.row_bytes)
-        return self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
+        key = t.spec.name, pushed
+        if key not in self._again:
+            size = max(1.0, float(t.total[TOUCHED_ALL if pushed else TOUCHED]) * t.spec.row_bytes)
+            self._again[key] = self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
+        return self._again[key]
 
     def first(self, t: TableProblem) -> np.ndarray:
         """Cost of reading a batch's distinct rows of a table for the first time, relative to reads

@@ -72,7 +72,6 @@ class CostModel:
         #: float64 [num_phases, W], seconds of dense compute that overlap with each phase.
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
-        self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         #: Phase in which requests are sent to other hosts.
         self.request_phase = self.phases.index(
             REQUEST if REQUEST in self.phases else "forward")
@@ -92,15 +91,6 @@ class CostModel:
         self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
-
-    def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again within a batch, relative to reading it from memory; float64
-        [W]. With `pushed`, its owner reads it for all ranks, else a reader for itself."""
-        key = (t.spec.name, pushed)
-        if key not in self._repeat:
-            rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
-            self._repeat[key] = self.caching.again(t, rows)
-        return self._repeat[key]
 
     def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
         """The tally of a striped or owned tier that is pulled.
@@ -150,7 +140,7 @@ class CostModel:
         `shard_rows`."""
         row, grad, state = row_bytes(t, width)
         world = self.machine.world_size
-        again = self.repeat_cost(t, True)
+        again = self.caching.again(t, True)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
         mine = owner[..., IDS, :].sum(axis=-1)[..., None]
@@ -223,7 +213,7 @@ class CostModel:
             rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
         else:
             rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
-        again = self.repeat_cost(t, kind == "push")
+        again = self.caching.again(t, kind == "push")
         saved = (rows * self.caching.first(t) + (ids - rows) * again) * row
         out[..., Row.FORWARD_BYTES, :] = np.maximum(out[..., Row.FORWARD_BYTES, :] - saved, 0.0)
         if kind == "pull":
@@ -260,7 +250,7 @@ class CostModel:
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         """Add the work of a tier's readers, and the gradients that they send to its owners."""
         row, grad, _ = row_bytes(t, width)
-        again = self.repeat_cost(t, False)
+        again = self.caching.again(t)
         total = owner.sum(axis=-1)
         ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
         first, buffers = self.caching.first(t), self.caching.buffers
