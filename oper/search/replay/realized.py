@@ -69,7 +69,7 @@ class RealizedLoad:
                                       for k in range(len(e.pieces))] for e in plan.tables}
         self.fixed_us = self.model.fixed_us(reduce(Tally.plus, (
             self.model.tally(problem.table(e.table.name), e.pieces, True) for e in plan.tables)))
-        self.has_push = any(p.has_push for ps in self.placed.values() for p in ps)
+        self.has_push = any(p.pushes.any() for ps in self.placed.values() for p in ps)
 
     def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
         """The load of one step on batches `ranks`, one per rank; raises InvalidInputError if a
@@ -138,7 +138,7 @@ class RealizedLoad:
             if tier.mode != "push":
                 for returned in (Row.GRADS, Row.RETURNED):
                     exchange[returned] += out[:, returned]
-        if placed.has_push:
+        if placed.pushes.any():
             sums = np.stack([placed.pooled(b)[1] for b in batches], axis=1)  # by owner and reader
             for row, size in zip(SUM_ROWS, messages.sum_rows(t, width), strict=True):
                 exchange[row] += size * (sums.T if row == Row.RETURNED else sums)

@@ -96,6 +96,10 @@ class Placed:
         world_size: number of ranks W.
         piece: index of the column piece.
         one_sided: treat all tiers as pulled, see `oper.messages.owners_pool`.
+
+    Attributes:
+        pushes: bool [tiers], whether each tier is pushed.
+        holds: bool [W, tiers], whether each rank has a copy of all rows of each tier.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int,
@@ -104,12 +108,11 @@ class Placed:
         tiers = plan.pieces[piece].tiers
         self._starts = np.array([x.start for x in tiers])
         self._num_rows = plan.table.num_rows
-        self._pushes = np.array([x.mode == "push" and not one_sided for x in tiers])
-        self.has_push = bool(self._pushes.any())
-        self._holds = np.zeros((world_size, len(tiers)), bool)
+        self.pushes = np.array([x.mode == "push" and not one_sided for x in tiers])
+        self.holds = np.zeros((world_size, len(tiers)), bool)
         for k, x in enumerate(tiers):
             if x.placement == "replicated":
-                self._holds[list(x.ranks), k] = True
+                self.holds[list(x.ranks), k] = True
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Index of the tier, and owner, of each of `ids` (int64 [n]); int64 [n] each."""
@@ -117,23 +120,14 @@ class Placed:
         owner, _ = self.directory.locate(positions)
         return np.searchsorted(self._starts, positions, side="right") - 1, owner
 
-    def pushed(self, tier: np.ndarray) -> np.ndarray:
-        """Whether the tiers with the given indices (int64 [n]) are pushed; bool [n]."""
-        return self._pushes[tier]
-
     def pushed_by(self, reader: int, tier: np.ndarray) -> np.ndarray:
         """Whether `reader` requests pooled rows of the tiers with the given indices (int64 [n]);
         bool [n].
 
         It does not if it owns all rows of a pushed piece; it then reads them like pulled rows.
         """
-        alone = self._pushes.all() and self.directory.num_slots[reader] == self._num_rows
-        return self.pushed(tier) & (not alone)
-
-    def held(self, rank: int, tier: np.ndarray) -> np.ndarray:
-        """Whether `rank` has a copy of the rows of the tiers with the given indices (int64 [n]);
-        bool [n]."""
-        return self._holds[rank][tier]
+        alone = self.pushes.all() and self.directory.num_slots[reader] == self._num_rows
+        return self.pushes[tier] & (not alone)
 
     def pooled(self, batch: TableBatch, reader: int | None = None
                ) -> tuple[np.ndarray, np.ndarray]:
@@ -143,8 +137,8 @@ class Placed:
         All pushed ids count; if `reader` is given, only those that it requests from an owner.
         """
         tier, owner = self.resolve(batch.ids)
-        pushed = self.pushed(tier) if reader is None else self.pushed_by(reader, tier)
-        world, num_bags = len(self._holds), max(1, batch.num_bags)
+        pushed = self.pushes[tier] if reader is None else self.pushed_by(reader, tier)
+        world, num_bags = len(self.holds), max(1, batch.num_bags)
         pairs = np.unique(owner[pushed] * num_bags + batch.bags[pushed])
         return (np.bincount(owner[pushed], minlength=world),
                 np.bincount(pairs // num_bags, minlength=world))
@@ -218,7 +212,7 @@ class Replay:
         world = counts.shape[1]
         ids, number = np.unique(batch.ids, return_counts=True)
         tier, owner = placed.resolve(ids)
-        seen = np.where(placed.held(reader, tier), reader, owner)
+        seen = np.where(placed.holds[reader, tier], reader, owner)
         pulled = ~placed.pushed_by(reader, tier)
         pushes = placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any()
         again = pushes or not self.deduplicates  # whether rows of other ranks are read repeatedly
@@ -248,5 +242,5 @@ def _count_update(counts: np.ndarray, placed: Placed, touched: np.ndarray) -> No
     updated = np.bincount(owner, minlength=world)
     np.fill_diagonal(counts[KIND["updated_rows"]], updated)
     for rank in range(world):
-        held = placed.held(rank, tier)
+        held = placed.holds[rank, tier]
         counts[KIND["refreshed_rows"], rank] += np.bincount(owner[held], minlength=world)

@@ -80,7 +80,7 @@ class WireReplay:
                          for k in range(len(t.pieces))] for t in plan.tables]
         flat = [p for pieces in self._placed for p in pieces]
         self._needs = needs_across([p.directory for p in flat], domain_of)
-        self._has_push = any(p.has_push for p in flat)
+        self._has_push = any(p.pushes.any() for p in flat)
         head = 4 * (_HEAD_NUMBERS + _HEAD_NUMBERS_PER_PIECE * len(flat))
         self._head_bytes = -(-head // _HEAD_UNIT_BYTES) * _HEAD_UNIT_BYTES
 
@@ -142,7 +142,7 @@ class WireReplay:
         tier, owner = placed.resolve(np.unique(batch.ids))
         near = ~self.far[reader][owner]
         for member in self._members[reader]:
-            near |= placed.held(member, tier)
+            near |= placed.holds[member, tier]
         pulled = ~placed.pushed_by(reader, tier)
         for asked in [~near & pulled] + [~near] * (self.training and batch.trains_weights):
             number = np.bincount(owner[asked], minlength=world)
@@ -174,6 +174,6 @@ class WireReplay:
                    ) -> None:
         tier, owner = placed.resolve(touched)
         for peer in range(self.plan.world_size):
-            number = np.bincount(owner[placed.held(peer, tier)], minlength=self.plan.world_size)
+            number = np.bincount(owner[placed.holds[peer, tier]], minlength=self.plan.world_size)
             sent[_KIND["refreshed_rows"], :, peer] += np.where(
                 number > 0, 4 * (number + 1) + _words(number, 8 * sizes.row), 0)
