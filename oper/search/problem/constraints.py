@@ -15,7 +15,7 @@ as ``"2GB"``::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -36,7 +36,6 @@ from oper.topology import Bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
 _WRONG = "invalid constraints"
-_NAMES = ("placements", "modes", "memories")  # fields that are lists of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +96,12 @@ class Constraints:
 
 
 def _table_json(held: TableConstraint) -> dict[str, Any]:
-    value: dict[str, Any] = {name: sorted(getattr(held, name)) for name in _NAMES
-                             if getattr(held, name) is not None}
-    if held.ranks is not None:
-        value["ranks"] = list(held.ranks)
-    for name in ("tiers", "pinned"):
-        if getattr(held, name):
-            value[name] = [tier_to_json(t) for t in getattr(held, name)]
-    if held.unreplicated:
-        value["replicate"] = [list(r) for r in held.unreplicated]
-    return value
+    forms: dict[str, Callable[[Any], list[Any]]] = {
+        **dict.fromkeys(("placements", "modes", "memories"), sorted), "ranks": list,
+        **dict.fromkeys(("tiers", "pinned"), lambda tiers: [tier_to_json(x) for x in tiers]),
+        "unreplicated": lambda ranges: [list(r) for r in ranges]}
+    return {"replicate" if name == "unreplicated" else name: form(value)
+            for name, form in forms.items() if (value := getattr(held, name)) not in (None, ())}
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 import numpy as np
@@ -112,25 +112,17 @@ class Machine:
         """
         return self.on_links(units) * self.seconds_per_unit
 
-    def domain_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of each rank's domain; float64 [..., W] -> [..., W]."""
-        return self._sum(values, "domain")
-
-    def host_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of each rank's host; float64 [..., W] -> [..., W]."""
-        return self._sum(values, "host")
-
-    def rack_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of each rank's rack; float64 [..., W] -> [..., W]."""
-        return self._sum(values, "rack")
-
     def _sum(self, values: np.ndarray, level: str) -> np.ndarray:
-        """Sum over the ranks of each rank's domain, host or rack."""
+        """Sum over the ranks of each rank's domain, host or rack; float64 [..., W] -> [..., W]."""
         group, starts = self._groups[level]
         if starts is not None:
             return np.add.reduceat(values, starts, axis=-1)[..., group]
         member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
         return (values @ member)[..., group]
+
+    domain_sum = partialmethod(_sum, level="domain")
+    host_sum = partialmethod(_sum, level="host")
+    rack_sum = partialmethod(_sum, level="rack")
 
     @cached_property
     def _groups(self) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
