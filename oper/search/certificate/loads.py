@@ -52,7 +52,6 @@ class Probe:
     """Evaluates the cost model for single units.
 
     Args:
-        model: the cost model.
         apart: whether ranks of the first host (on a single host: memory domain) form classes of
             their own.
 

@@ -41,7 +41,6 @@ class TableCosts:
     """Computes lower bounds of the costs of all free tables.
 
     Args:
-        model: the cost model.
         may: maps each way of holding rows (`KINDS` of `oper.search.cost.space`) to bool [T, C]:
             whether ranks of a class may own such rows of the table, see `may_hold`.
         sizes: int64 [C], number of ranks in each class.
@@ -146,7 +145,6 @@ class TableCosts:
         """Lower bound of the cost of every table; infinite if the leaf admits no placement of it.
 
         Args:
-            asked: the prices.
             leaf: the leaf, with its limits on pieces and pushing.
             floor: float64 [C, P, 5], load that every plan puts on owners, minus the dense compute
                 that hides it, microseconds.
@@ -324,7 +322,6 @@ class TableCosts:
 
         Args:
             at: int64 [n], the pieces.
-            asked: the prices.
             go: float64 [n, B, C], cost of each block if pushed, without partial sums.
             stay: float64 [n, B], cost of each block if not pushed.
             mass: float64 [n, C], largest share of its table's lookups that one owner holds.

@@ -16,7 +16,6 @@ def owner_exchange(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
     that each of these ranks sends to it from its own memory.
 
     Args:
-        m: the machine.
         out: float64 [..., 9, W], units by term and rank; added to in place.
         amount: float64 [..., W], bytes between owner o and each rank of the same host.
         message: float64 [..., W], bytes between owner o and each rank of another host.
@@ -41,7 +40,6 @@ def broadcast(m: Machine, out: np.ndarray, sent: np.ndarray, amount: np.ndarray,
     The master writes the copies in other domains.
 
     Args:
-        m: the machine.
         out: float64 [..., 9, W], units of the update phase by term and rank; added to in place.
         sent: float64 [..., 9, W], units of the phase in which hosts send changed rows; likewise.
         amount: float64 [..., W], bytes of changed rows by master.
@@ -65,7 +63,6 @@ def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.n
     """Add the bytes that ranks without a copy in their domain read from the nearest copies.
 
     Args:
-        m: the machine.
         out: float64 [9, W], units by term and rank; added to in place.
         ranks: the ranks that have copies.
         need: (bytes read from a copy on the same host, bytes read from a copy on another host).

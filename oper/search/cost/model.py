@@ -96,7 +96,6 @@ class CostModel:
         """The tally of a striped or owned tier that is pulled.
 
         Args:
-            t: the table.
             width: columns of the piece.
             owner: float64 [..., 4, W], features of the rows that each rank owns.
 
@@ -173,7 +172,6 @@ class CostModel:
         A table of n pieces exchanges them n - 1 times, so the caller subtracts them once per table.
 
         Args:
-            t: the table.
             once, twice: tallies of the same rows in a piece, and in a piece twice as wide.
         """
         out = 2 * once - twice
@@ -289,7 +287,6 @@ class CostModel:
         memory of the outbox; float64 [23, W].
 
         Args:
-            t: the table.
             num_outputs: float64 [W], rows of each rank's output; default: their expected number.
         """
         out = np.zeros((NUM_ROWS, self.machine.world_size))
@@ -316,7 +313,6 @@ class CostModel:
         """Tally of one table's placement, without `table_rows`.
 
         Args:
-            t: the table.
             pieces: its column pieces.
             ordered: whether positions are hotness ranks; else they are ids.
         """
@@ -361,7 +357,6 @@ class CostModel:
         """Tally of the tiers of one column piece.
 
         Args:
-            t: the table.
             piece: its columns, and tiers of all or some of its rows.
             ordered: whether positions are hotness ranks; else they are ids.
             alone: whether no other rows of the table are pushed. If False, partial sums and own

@@ -102,8 +102,6 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
     can favour some classes.
 
     Args:
-        problem: the problem.
-        t: the table.
         sizes: int64 [C], ranks of each class.
 
     Returns:

@@ -140,7 +140,6 @@ def key_rows(t: TableProblem, problem: Problem, counts: np.ndarray | None = None
     rank of every other domain. So every domain counts and inserts the keys of all ranks.
 
     Args:
-        t: the table.
         problem: the problem that it belongs to.
         counts: float64 [3, W], by rank the ids of its batch, its distinct keys that have a row,
             and its ids without a row; default: the expected numbers.

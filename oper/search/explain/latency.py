@@ -164,7 +164,6 @@ def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -
     is unused.
 
     Args:
-        plan: the plan.
         problems: the problem for some batch sizes; times for sizes in between are interpolated.
         goal: gives the dense compute and the largest batch.
     """

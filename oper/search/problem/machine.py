@@ -233,7 +233,6 @@ def add_wire(units: np.ndarray, machine: Machine) -> None:
 
     Args:
         units: float64 [..., 9, W], by term and rank.
-        machine: the machine.
     """
     units[..., Term.COMPUTE, :] += machine.topology.costs.wire_ns * (
         units[..., Term.CROSS_OUT, :] + units[..., Term.CROSS_IN, :])
@@ -270,7 +269,6 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
     """Partition the ranks so that permuting a class leaves the machine unchanged.
 
     Args:
-        machine: the machine.
         distinguished: sets of ranks named by constraints; their members are not merged with other
             ranks.
 

@@ -54,7 +54,6 @@ class RealizedLoad:
     copies in the same domain.
 
     Args:
-        plan: the plan.
         problem: machine and cost constants, and the plan's tables in the plan's order.
     """
 
@@ -198,7 +197,6 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
         amount: float64 [W, W], bytes by source and destination, which use links between domains
             of the same host; bytes within a domain use no link.
         message: float64 [W, W], bytes by source and destination on links between hosts.
-        machine: the machine.
         reads_source: whether `amount` is also read from the source's memory, for any host.
     """
     host = machine.host[:, None] == machine.host[None, :]
