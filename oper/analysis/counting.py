@@ -113,6 +113,7 @@ class AdaptiveCounter:
         self.sample.level = max(level, self.sample.level)
         self.sample.add(*self._tally.sample(self.sample.level))
         self.heavy.count_in(self._tally)
+        self._tally = Tally(0)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ids in ascending order and their counts, int64 [K] each: all ids and exact counts,

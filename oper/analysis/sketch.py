@@ -161,12 +161,12 @@ class HeavyHitters:
     def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
         """Start an empty summary of at most `num_entries` ids."""
         self.num_entries = num_entries
+        self._least_bytes = max(64 * num_entries, 1 << 17)  # holds more ids than there are entries
         self.count_in(Tally(0))
 
     def count_in(self, tally: Tally) -> None:
-        """Count in `tally`, which may have counts already, from now on."""
-        # Even if the budget is smaller, allow more ids than there are heavy hitters.
-        tally.max_bytes = max(tally.max_bytes, 64 * self.num_entries, 1 << 17)
+        """Count in `tally`, which may have counts already, until the next result."""
+        tally.max_bytes = max(tally.max_bytes, self._least_bytes)
         self.tally = tally
 
     @property
@@ -185,7 +185,12 @@ class HeavyHitters:
     def result(self) -> Counts:
         """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
         self.tally.purge(self.num_entries)
-        return self.tally.result()
+        found, error = self.tally.result(), self.tally.error
+        if self.tally.max_bytes > self._least_bytes:  # release memory that these ids do not need
+            self.count_in(Tally(0))
+            self.tally.add(*found)
+            self.tally.error = error
+        return found
 
     def merge(self, other: HeavyHitters) -> None:
         """Add another summary; the errors add up."""
