@@ -145,10 +145,12 @@ def test_violated_constraints_are_listed():
     held = parse_constraints({
         "tables": {"t0": {"tiers": [{"rows": [0, stated.tables[0].spec.num_rows],
                                      "place": "owned", "ranks": [1]}]},
-                   "t1": {"ranks": [0]}, "t2": {"placements": ["owned"]}},
+                   "t1": {"ranks": [0]}, "t2": {"placements": ["owned"], "pinned": [
+                       {"rows": [1, 2], "place": "owned", "ranks": [1]}]}},
         "keep_apart": [["t1", "t2"]]}, ["t0", "t1", "t2"], 2)
     lines = violations(plan, held)
-    assert len(lines) == 4 and all(f"'t{k}'" in " ".join(lines) for k in range(3))
+    assert len(lines) == 5 and all(f"'t{k}'" in " ".join(lines) for k in range(3))
+    assert sum("pinned on rows 1:2" in line for line in lines) == 1
     with pytest.raises(PlanError, match="pinned"):
         check_constraints(plan, held)
 

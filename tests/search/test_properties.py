@@ -403,13 +403,6 @@ def test_a_pin_that_does_not_fit_is_named():
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
 
 
-def test_a_violated_pin_is_listed():
-    big, free = stated(None)
-    plan = plan_problem(free)
-    held = parse_constraints({"tables": {big: {"pinned": [OWNED]}}}, [big], 4)
-    assert "pinned on rows 3:40" in violations(plan, held)[0]
-
-
 def test_what_is_imposed_covers_the_same_rows():
     _, problem = stated(None)
     plan = plan_problem(problem)
