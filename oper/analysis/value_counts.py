@@ -53,7 +53,7 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
     Raises:
         FileFormatError: the header lacks these columns, or a row is malformed.
         InvalidInputError: a field has more accesses than `num_samples`, or `options.num_rows` has
-            unknown fields.
+            unknown fields or impossible numbers.
     """
     options = options or ValueCountOptions()
     fields = _read(path)
@@ -70,6 +70,11 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
                 (f"accesses of {name!r}", int(counts.sum()), missing >= 0,
                  f"<= num_samples={total}"))
         known = (options.num_rows or {}).get(name)
+        least_rows, most_rows = counts.size + (missing > 0), counts.size + missing
+        require(what, "pass the number of distinct values of the log, or correct num_samples",
+                (f"num_rows of {name!r}", known, known is None or least_rows <= known <= most_rows,
+                 f"{least_rows}..{most_rows}: {counts.size} values, and those of {missing} "
+                 "accesses that the file lacks"))
         tail = _tail(counts, missing, least, None if known is None else known - counts.size)
         modelled += missing
         tables[name] = _table(np.sort(counts)[::-1], tail, total)

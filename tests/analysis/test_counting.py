@@ -255,7 +255,10 @@ def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
 def test_bad_options_and_damage(tmp_path: Path) -> None:
     path = write(tmp_path / "c.csv", [("a", "x", 5)])
     for options, word in ((ValueCountOptions(num_samples=4), "num_samples"),
-                          (ValueCountOptions(num_rows={"b": 3}), "num_rows")):
+                          (ValueCountOptions(num_rows={"b": 3}), "num_rows"),
+                          (ValueCountOptions(num_rows={"a": 2}), r"num_rows of 'a'=2.*1\.\.1"),
+                          (ValueCountOptions(9, num_rows={"a": 1}), r"num_rows of 'a'=1.*2\.\.5"),
+                          (ValueCountOptions(9, num_rows={"a": 6}), "num_rows of 'a'=6")):
         with pytest.raises(InvalidInputError, match=word):
             stats_from_value_counts(path, options)
     path.write_bytes(gzip.compress(b"field,value,count\n" + b"a,b,1\n" * 100)[:-9])
