@@ -70,10 +70,12 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
                 (f"accesses of {name!r}", int(counts.sum()), missing >= 0,
                  f"<= num_samples={total}"))
         known = (options.num_rows or {}).get(name)
-        least_rows, most_rows = counts.size + (missing > 0), counts.size + missing
+        # Values that the file lacks have at least one access each, and fewer than `least`.
+        least_rows = counts.size + -(-missing // max(1, least - 1))
+        most_rows = counts.size + missing
         require(what, "pass the number of distinct values of the log, or correct num_samples",
                 (f"num_rows of {name!r}", known, known is None or least_rows <= known <= most_rows,
-                 f"{least_rows}..{most_rows}: {counts.size} values, and those of {missing} "
+                 f"{least_rows}..{most_rows}: {counts.size} values, and those of the {missing} "
                  "accesses that the file lacks"))
         tail = _tail(counts, missing, least, None if known is None else known - counts.size)
         modelled += missing

@@ -258,6 +258,7 @@ def test_bad_options_and_damage(tmp_path: Path) -> None:
                           (ValueCountOptions(num_rows={"b": 3}), "num_rows"),
                           (ValueCountOptions(num_rows={"a": 2}), r"num_rows of 'a'=2.*1\.\.1"),
                           (ValueCountOptions(9, num_rows={"a": 1}), r"num_rows of 'a'=1.*2\.\.5"),
+                          (ValueCountOptions(40, 4, {"a": 12}), r"num_rows of 'a'=12.*13\.\."),
                           (ValueCountOptions(9, num_rows={"a": 6}), "num_rows of 'a'=6")):
         with pytest.raises(InvalidInputError, match=word):
             stats_from_value_counts(path, options)
