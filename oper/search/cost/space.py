@@ -127,16 +127,14 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     for t in problem.tables:
         held = problem.held(t.spec.name)
         tiers = held.pinned
+        ordered = _is_taken_as_ordered(t, held, True)
         if held.tiers is not None:
-            ordered = t.ids_are_positions or len(held.tiers) > 1
             base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
-            whole = len(tiers) == 1 and tiers[0].stop - tiers[0].start == t.spec.num_rows
             # Partial sums are concave in what an owner holds: if the owner also has other pushed
             # rows, pinned rows may add no partial sums.
-            alone = whole or "push" not in problem.modes_of(t.spec.name)
-            pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers),
-                                            t.ids_are_positions or not whole, alone))
+            alone = "push" not in problem.modes_of(t.spec.name) or _is_whole(t, tiers)
+            pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers), ordered, alone))
     return base, reduce(Tally.plus, pinned)
 
 
@@ -146,10 +144,8 @@ def hosts_are_alike(model: CostModel) -> bool:
     They are if machine, overlapping dense compute and constraints are the same for all of them.
     """
     of_rank, _ = neighbourhoods(model.machine)
-    named = [x for c in model.problem.constraints.tables.values()
-             for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
-             if x is not None]
-    classes = rank_classes(model.machine, [*named, *_equally_hidden(model)]).ranks
+    pinned = [x.ranks for c in model.problem.constraints.tables.values() for x in c.pinned]
+    classes = model_classes(model, [*pinned, *_equally_hidden(model)]).ranks
     members = [np.bincount(of_rank[r], minlength=int(of_rank.max()) + 1) for r in classes]
     return all((n == n[0]).all() for n in members)
 
@@ -257,9 +253,12 @@ def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) ->
     pinned; `other` if some rows are free."""
     if held.tiers is not None:
         return t.ids_are_positions or len(held.tiers) > 1
-    whole = len(held.pinned) == 1 and (
-        held.pinned[0].stop - held.pinned[0].start == t.spec.num_rows)
-    return t.ids_are_positions if whole else other
+    return t.ids_are_positions if _is_whole(t, held.pinned) else other
+
+
+def _is_whole(t: TableProblem, tiers: tuple[Tier, ...]) -> bool:
+    """Whether the tiers are a single one of all rows."""
+    return len(tiers) == 1 and tiers[0].stop - tiers[0].start == t.spec.num_rows
 
 
 def _is_pinned(problem: Problem, t: TableProblem, tier: Tier) -> bool:
