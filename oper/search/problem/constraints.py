@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, PlanError, require
 from oper.plan import (
@@ -31,11 +31,13 @@ from oper.plan import (
     check_tiers,
     tier_to_json,
 )
+from oper.ranges import Parsed
 from oper.support.settings import Reader
 from oper.topology import Bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
 _WRONG = "invalid constraints"
+_TABLES = Parsed(lambda x: dict(**x), "a section of tables by name")  # each read as an `_Entry`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,11 @@ class Constraints:
             rank, or one per rank.
     """
 
-    tables: Mapping[str, TableConstraint] = field(default_factory=dict)
+    tables: Annotated[Mapping[str, TableConstraint], _TABLES] = field(default_factory=dict)
     keep_together: tuple[tuple[str, ...], ...] = ()
     keep_apart: tuple[tuple[str, ...], ...] = ()
-    memory_bytes: int | tuple[int, ...] | None = None
-    reserve_bytes: int | tuple[int, ...] = 0
+    memory_bytes: Bytes | tuple[Bytes, ...] | None = None
+    reserve_bytes: Bytes | tuple[Bytes, ...] = 0
 
     def to_json(self) -> dict[str, Any]:
         """The constraints as values that JSON can represent and `parse_constraints` reads; defaults
@@ -166,26 +168,14 @@ class _Entry:
             unreplicated=() if isinstance(self.replicate, bool) else tuple(sorted(self.replicate)))
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """`Constraints` in JSON."""
-
-    tables: dict[str, Any] = field(default_factory=dict)
-    keep_together: tuple[tuple[str, ...], ...] = ()
-    keep_apart: tuple[tuple[str, ...], ...] = ()
-    memory_bytes: Bytes | tuple[Bytes, ...] | None = None
-    reserve_bytes: Bytes | tuple[Bytes, ...] = 0
-
-
 def _from_mapping(value: Any) -> Constraints:
     reader = Reader(lambda name, value, expected: InvalidInputError(
         _WRONG, name, value, expected, "correct the constraints"))
-    file = reader.build(_File, value)
-    tables = {name: held if isinstance(held, TableConstraint) else
-              reader.build(_Entry, held, f"tables.{name}.").constraint()
-              for name, held in file.tables.items()}
-    return Constraints(tables, file.keep_together, file.keep_apart, file.memory_bytes,
-                       file.reserve_bytes)
+    found = reader.build(Constraints, value)
+    return replace(found, tables={
+        name: held if isinstance(held, TableConstraint) else
+        reader.build(_Entry, held, f"tables.{name}.").constraint()
+        for name, held in found.tables.items()})
 
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
