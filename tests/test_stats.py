@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from oper.analysis import merge_stats
 from oper.data.generate.ids import mix64
+from oper.data.vocabulary.building import assign_ids
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from oper.stats import (
     STATS_KIND,
@@ -326,7 +327,7 @@ def test_ids_are_assigned_by_count() -> None:
     room = np.minimum(num, rng.integers(0, 60, levels.size))
     first = 1 + np.concatenate([np.cumsum(room[::-1])[::-1][1:], [0]])
     given = np.zeros(levels.size, np.int64)
-    found = np.concatenate([native.assign_ids(part, (levels, room, first), given)
+    found = np.concatenate([assign_ids(part, (levels, room, first), given)
                             for part in np.array_split(counts, 7)])
     for k, level in enumerate(levels):
         want = [*range(first[k], first[k] + room[k])] + [0] * (num[k] - room[k])

@@ -1,5 +1,4 @@
-// Dictionary encoding of values, hash tables of ids and their counts, and assignment of ids by
-// count.
+// Dictionary encoding of values, and hash tables of ids and their counts.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -402,28 +401,4 @@ OPER_DATA_API int64_t oper_data_tally_list(int32_t wide, const void* table, int3
     using namespace oper::data;
     BY_WIDTH(wide, return tally_list(static_cast<const Tallied<V>*>(table), bits,
                                      static_cast<V>(above), level, room, ids, counts))
-}
-
-// Assigns ids to values by count, see `deal` in oper/support/native.py. Returns 1 if a count is not
-// among `levels`, else 0.
-OPER_DATA_API int64_t oper_data_deal(const int64_t* counts, const int64_t* levels,
-                                     const int64_t* room, const int64_t* first, int64_t num_levels,
-                                     int64_t size, int64_t* given, int32_t* ids) {
-    // Most counts are small: their levels are found in an array, others by binary search.
-    std::vector<int32_t> small(1 << 12, -1);
-    for (int64_t k = 0; k < num_levels && levels[k] < static_cast<int64_t>(small.size()); ++k)
-        if (levels[k] >= 0) small[levels[k]] = static_cast<int32_t>(k);
-    for (int64_t k = 0; k < size; ++k) {
-        int64_t level = -1;
-        if (counts[k] >= 0 && counts[k] < static_cast<int64_t>(small.size())) {
-            level = small[counts[k]];
-        } else {
-            level = std::lower_bound(levels, levels + num_levels, counts[k]) - levels;
-            if (level == num_levels || levels[level] != counts[k]) level = -1;
-        }
-        if (level < 0) return 1;
-        int64_t turn = given[level]++;
-        ids[k] = turn < room[level] ? static_cast<int32_t>(first[level] + turn) : 0;
-    }
-    return 0;
 }

@@ -29,8 +29,8 @@ def library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parents[1] / "_lib" / "liboper_data.so"
     try:
         found = ctypes.CDLL(str(path))
-        for name in ("parse", "encode", "encoded", "sample", "deal", "tally", "tally_move",
-                     "tally_purge", "tally_levels", "tally_list"):
+        for name in ("parse", "encode", "encoded", "sample", "tally", "tally_move", "tally_purge",
+                     "tally_levels", "tally_list"):
             getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         raise MissingDependencyError(
@@ -119,30 +119,6 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
     at = np.searchsorted(known[first:last + 1], values) + first
     at[at == known.size] = 0
     return np.where(known[at] == values, ids[at], np.int32(0))
-
-
-def assign_ids(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
-         given: np.ndarray) -> np.ndarray:
-    """Assign ids to the next K values of a vocabulary; values of equal count get consecutive ids.
-
-    Args:
-        counts: int64 [K], counts of the next K values.
-        levels: three arrays, int64 [M]: the M distinct counts, ascending; for each count, the
-            number of values that get an id; for each count, the first id.
-        given: int64 [M], number of values seen so far of each count; updated in place.
-
-    Returns:
-        Ids, int32 [K]; 0 = the value gets none.
-
-    Raises:
-        ValueError: a count is not among the levels.
-    """
-    found = np.zeros(counts.size, np.int32)
-    arrays = [np.ascontiguousarray(a, np.int64) for a in (counts, *levels)]
-    if library().oper_data_deal(*(address(a) for a in arrays), _size(arrays[1]), _size(arrays[0]),
-                                address(given), address(found)):
-        raise ValueError("a count that is not among the levels")
-    return found
 
 
 _TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(

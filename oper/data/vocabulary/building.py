@@ -288,15 +288,18 @@ def _write_values(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], n
     """Write the `num_kept` values that get ids, by descending count, then ascending value.
 
     One pass over ascending values suffices, with the next free id of each distinct count. `state`
-    has the arguments of `native.assign_ids`. Returns the total count of the values written.
+    has the arguments of `assign_ids`. Returns the total count of the values written.
     """
     levels, num_ids, first, given = state
+    least = levels[num_ids > 0].min(initial=np.iinfo(np.int64).max)
     accesses = 0
 
     def parts() -> Parts:
         nonlocal accesses
         for values, counts in slices():
-            ids = native.assign_ids(counts, (levels, num_ids, first), given)
+            kept = counts >= least
+            values, counts = values[kept], counts[kept]
+            ids = assign_ids(counts, (levels, num_ids, first), given)
             has_id = ids > 0
             if not has_id.all():
                 values, ids, counts = values[has_id], ids[has_id], counts[has_id]
@@ -305,6 +308,31 @@ def _write_values(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], n
 
     write_parts(folder, parts(), num_kept)
     return accesses
+
+
+def assign_ids(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
+               given: np.ndarray) -> np.ndarray:
+    """Assign ids to the next K values of a vocabulary; values of equal count get consecutive ids.
+
+    Args:
+        counts: int64 [K], counts of the next K values.
+        levels: three arrays, int64 [M]: the M distinct counts, ascending; for each count, the
+            number of values that get an id; for each count, the first id.
+        given: int64 [M], number of values seen so far of each count; updated in place.
+
+    Returns:
+        Ids, int32 [K]; 0 = the value gets none.
+    """
+    distinct, num_ids, first = levels
+    # In the narrowest type: NumPy sorts 16-bit integers by radix.
+    level = np.searchsorted(distinct, counts).astype(np.min_scalar_type(given.size))
+    sizes = np.bincount(level, minlength=given.size)
+    turn = np.empty(counts.size, np.int64)  # number of earlier values of the same count
+    turn[np.argsort(level, kind="stable")] = np.arange(counts.size) - np.repeat(
+        np.cumsum(sizes) - sizes, sizes)
+    turn += given[level]
+    given += sizes
+    return np.where(turn < num_ids[level], first[level] + turn, 0).astype(np.int32)
 
 
 def write_parts(folder: Path, parts: Parts, count: int) -> None:
