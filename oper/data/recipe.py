@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require
-from oper.ranges import Count, Finite, Parsed, Positive, Rule, one_of, rules_of, within
+from oper.ranges import Count, Finite, Parsed, Positive, Rule, one_of, within
 from oper.support.files import datasets_root, read_toml
 from oper.support.settings import Reader
 
@@ -414,11 +414,12 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
         "none beside [[layout]]"))
     layouts = tuple(x.to_layout(what, x.name) for x in entry.layout) if "layout" in value else (
         entry.to_layout(what, "default"),)
+    require(what, "add a layout", ("layouts", layouts, bool(layouts), "at least one"))
     recipe = Recipe(
         entry.name, entry.title or entry.name, layouts, **dataclasses.asdict(entry.split),
         min_count=entry.vocabulary.min_count,
         joins=tuple(x.to_join(what, layouts[0]) for x in entry.join), crosses=entry.cross)
-    check_recipe(what, recipe)
+    _check(what, recipe)
     return recipe
 
 
@@ -448,9 +449,8 @@ _MAX_NAME_BYTES = 200  # per column name, since files are named after columns
 _NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, since files are named after them"
 
 
-def check_recipe(what: str, recipe: Recipe) -> None:
+def _check(what: str, recipe: Recipe) -> None:
     """Raise InvalidInputError if a recipe contradicts itself; `what` begins the message."""
-    require(what, "add a layout", ("layouts", recipe.layouts, bool(recipe.layouts), "at least one"))
     written = [recipe.label, recipe.bucket_column, *([recipe.time] if recipe.time else []),
                *recipe.dense, *recipe.sparse]
     twice = sorted({n for n in written if written.count(n) > 1})
@@ -460,9 +460,7 @@ def check_recipe(what: str, recipe: Recipe) -> None:
                 f"{name!r} has the {kind}" for kind, name in own.items() if name)))
     checks: list[tuple[str, object, bool, str]] = [
         ("layouts", [x.name for x in recipe.layouts],
-         len({x.name for x in recipe.layouts}) == len(recipe.layouts) > 0, "unique names"),
-        *((name, getattr(recipe, name), is_right, expected)
-          for name, is_right, expected in rules_of(recipe)),
+         len({x.name for x in recipe.layouts}) == len(recipe.layouts), "unique names"),
         ("valid + test", recipe.valid + recipe.test, recipe.valid + recipe.test < 1, "below 1"),
         ("bucket_seconds", recipe.bucket_seconds,
          recipe.by == "time" or not recipe.bucket_seconds, "0 unless by = 'time'"),
@@ -495,8 +493,6 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
     labels, times = layout.of("label"), layout.of("time")
     separator = layout.separator
     return [
-        *((name, getattr(layout, name), is_right, expected)
-          for name, is_right, expected in rules_of(layout)),
         ("separator", separator, separator.isascii() and 1 <= len(separator) <= 4
          and not set(separator) & set("\n\r\0\"") and (len(separator) == 1 or not layout.quote)
          and (len(separator) == 1 or len(set(separator)) == 1),

@@ -248,8 +248,10 @@ def test_no_default_options_beside_layouts() -> None:
     assert recipe_from_dict(layouts).layouts[0].name == "a"
     with pytest.raises(InvalidInputError, match=r"\['header'\], expected none beside"):
         recipe_from_dict({**layouts, "header": False})
-    with pytest.raises(InvalidInputError, match="layouts"):
-        recipe_from_dict({"name": "own", "layout": []})
+    join = {"file": "items.csv", "key": "id1", "column": COLUMNS[2:]}
+    for more in ({}, {"join": [join]}):
+        with pytest.raises(InvalidInputError, match="layouts"):
+            recipe_from_dict({"name": "own", "layout": [], **more})
 
 
 def test_recipes_by_name_and_file(tmp_path: Path) -> None:
