@@ -198,8 +198,10 @@ class Folder:
                                   f"Parquet parts with {self.rows[split]} rows", "preprocess again")
         return found
 
-    def open_part(self, path: Path, columns: tuple[str, ...]) -> pq.ParquetFile:
-        """Open one part; raises FileFormatError if it is damaged or lacks one of `columns`."""
+    @staticmethod
+    def open_part(path: Path, columns: tuple[str, ...]) -> pq.ParquetFile:
+        """Open one Parquet file of a folder; raises FileFormatError if it is missing, damaged, or
+        lacks one of `columns`."""
         what = f"cannot read {str(path)!r}"
         try:
             file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -209,7 +211,7 @@ class Folder:
                                   "preprocess again") from None
         missing = [name for name in columns if name not in names]
         if missing:
-            raise FileFormatError(what, "missing columns", missing, "every column of the manifest",
+            raise FileFormatError(what, "missing columns", missing, f"all of {list(columns)[:20]}",
                                   "preprocess again")
         return file
 

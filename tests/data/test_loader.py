@@ -178,8 +178,8 @@ def test_a_folder_opens_without_opening_its_files(folder: Path, tmp_path: Path,
 
     opened: list[Path] = []
     genuine = Folder.open_part
-    monkeypatch.setattr(Folder, "open_part", lambda self, part, columns: (
-        opened.append(part), genuine(self, part, columns))[1])
+    monkeypatch.setattr(Folder, "open_part", staticmethod(lambda part, columns: (
+        opened.append(part), genuine(part, columns))[1]))
     whole = Loader(folder, "train", LoaderOptions(64))
     assert len(opened) == 1 < len(whole.folder.parts("train"))
     shutil.copytree(folder, tmp_path / "old")

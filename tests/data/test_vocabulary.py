@@ -1,5 +1,6 @@
 """Finished vocabularies, applied to another day and extended by it; logs without one."""
 
+import errno
 import json
 from collections import Counter
 from pathlib import Path
@@ -176,7 +177,8 @@ def test_hashed_columns_and_integers(tmp_path: Path) -> None:
                    PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
 
 
-def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "day0", "d0")
     with pytest.raises(InvalidInputError, match="finished vocabulary has settled"):
         PreprocessOptions(vocabulary="d0", min_count=3)
@@ -194,6 +196,13 @@ def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="each of them once"):
         extend(tmp_path / "d0", [tmp_path / "d1", tmp_path / "." / "x" / ".." / "d1"],
                tmp_path / "v")
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("oper.data.vocabulary.finished.write_parts", full)
+        with pytest.raises(InvalidInputError, match="enough space"):
+            extend(tmp_path / "d0", [tmp_path / "d1"], tmp_path / "v")
     path = tmp_path / "d0" / "vocabulary" / "user.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, "id", pa.array([1] * len(table), pa.int32())), path)

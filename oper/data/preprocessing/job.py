@@ -249,12 +249,11 @@ class Job(JobSpec):
                 "values": num_values, "accesses": num,
                 "share": num / max(num_train, 1)})  # 0 accesses: all bags are empty
         elif self.options.hash_rows is not None:
-            build_hashed(folder, merger, num_missing, self.options.hash_rows)
+            build_hashed(folder, merger, num_missing, self.options.hash_rows).write_parquet(target)
         else:
-            build(folder, merger, num_missing, self.min_count, self.options.max_rows)
+            build(folder, merger, num_missing, self.min_count, self.options.max_rows
+                  ).write_parquet(target)
         merger.close()
-        if known is None:
-            Vocabulary(folder).write_parquet(target)
 
     def _train_counts(self, column: int, split: Split) -> Iterator[tuple[Distinct, int]]:
         """Yield, by chunk, a column's distinct values in the training part and its access count."""

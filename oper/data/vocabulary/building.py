@@ -86,13 +86,20 @@ def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 class Vocabulary:
-    """The mapping from one column's raw values to ids, in memory-mapped files."""
+    """The mapping from one column's raw values to ids, in memory-mapped files.
+
+    Attributes:
+        facts: facts about the values.
+        num_missing: number of missing fields in the training part.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open the files that `build` or `build_hashed` wrote to `folder`."""
         self._folder = folder
         self._small: tuple[np.ndarray, np.ndarray] | None = None
-        self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
+        known = json.loads((folder / "facts.json").read_text())
+        self.num_missing = int(known.pop("num_missing"))
+        self.facts = VocabularyFacts(**known)
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
         """Look up distinct ascending raw values [K]; returns int32 [K + 1].
@@ -118,11 +125,6 @@ class Vocabulary:
         if kind.kind != "S":  # strings of different widths can be compared
             known, values = known.astype(kind, copy=False), values.astype(kind, copy=False)
         return native.lookup(known, ids, values)
-
-    @property
-    def num_missing(self) -> int:
-        """Number of missing fields in the training part."""
-        return int((self._folder / "missing.json").read_text())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Memory-map the values [V] with an id, ascending, their ids int32 and counts int64 [V]."""
@@ -205,8 +207,8 @@ def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, in
 
 
 def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
-          max_rows: int | None) -> VocabularyFacts:
-    """Assign ids to counted values, write the vocabulary to `folder` and return its facts.
+          max_rows: int | None) -> Vocabulary:
+    """Assign ids to counted values, write the vocabulary to `folder` and return it.
 
     Args:
         folder: folder for the files.
@@ -238,15 +240,14 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
         missing_id, given[at] = (int(first[at]), 1) if num_ids[at] else (0, 0)
     kept = _write_values(folder, merger.slices, (levels, num_ids, first, given),
                          int(num_ids.sum()) - (missing_id > 0))
-    facts = VocabularyFacts(int(num_ids.sum()) + 1, distinct, once,
-                            total - kept - (num_missing if missing_id else 0), missing_id)
-    note_facts(folder, facts, num_missing)
-    return facts
+    return with_facts(folder, VocabularyFacts(
+        int(num_ids.sum()) + 1, distinct, once, total - kept - (num_missing if missing_id else 0),
+        missing_id), num_missing)
 
 
 def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: int
-                 ) -> VocabularyFacts:
-    """Hash counted values to ids, write the vocabulary to `folder` and return its facts."""
+                 ) -> Vocabulary:
+    """Hash counted values to ids, write the vocabulary to `folder` and return it."""
     taken = np.zeros(num_rows, bool)
     levels, num = _histogram(merger.slices)
     distinct = int(num.sum())
@@ -258,17 +259,16 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
             yield values, ids, counts
 
     write_parts(folder, every(), distinct)
-    facts = VocabularyFacts(
+    return with_facts(folder, VocabularyFacts(
         num_rows, distinct + (num_missing > 0), int(num[levels == 1].sum()), 0, 0, True,
-        distinct - int(np.count_nonzero(taken)))
-    note_facts(folder, facts, num_missing)
-    return facts
+        distinct - int(np.count_nonzero(taken))), num_missing)
 
 
-def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
-    """Write a vocabulary's facts and number of missing fields next to its arrays, without fsync."""
-    (folder / "missing.json").write_text(str(num_missing))
-    (folder / "facts.json").write_text(json.dumps(asdict(facts)))
+def with_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> Vocabulary:
+    """Write a vocabulary's facts and number of missing fields next to its arrays, without fsync;
+    return the vocabulary."""
+    (folder / "facts.json").write_text(json.dumps({**asdict(facts), "num_missing": num_missing}))
+    return Vocabulary(folder)
 
 
 def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:

@@ -18,14 +18,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from oper.data.arrays import as_numpy
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder, read_manifest
+from oper.data.folder import (
+    FOLDER_KIND,
+    FOLDER_VERSION,
+    MANIFEST,
+    Folder,
+    read_manifest,
+    reading,
+)
 from oper.data.vocabulary.building import (
     Parts,
     Vocabulary,
     VocabularyFacts,
     build,
     common_kind,
-    note_facts,
+    with_facts,
     write_parquet,
     write_parts,
 )
@@ -36,6 +43,7 @@ from oper.support.files import check_local, new_folder, read_json, write_text
 
 VOCABULARY_KIND, VOCABULARY_VERSION = "oper-vocabulary", 1
 _BATCH_ROWS = 1 << 18
+_COLUMNS = ("value", "id", "count")  # of `write_parquet`
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +113,36 @@ class FinishedVocabulary:
             FileFormatError: the file is damaged or contradicts the manifest.
         """
         path, facts = self.file(column), self.facts[column]
-        what = f"cannot read the vocabulary {str(path)!r}"
-        num_missing = 0
-        try:
-            file = pq.ParquetFile(path)
-            count, width = file.metadata.num_rows, 1
+        file, width = Folder.open_part(path, _COLUMNS), 1
+        with reading(path):
             if not pa.types.is_integer(file.schema_arrow.field("value").type):
                 lengths = [pc.max(pc.binary_length(b.column(0))).as_py() or 0
                            for b in file.iter_batches(_BATCH_ROWS, columns=["value"])]
                 width = max([1, *lengths])
-            first = next(file.iter_batches(1), None)
-            if first is not None and first.column(0).null_count:
-                num_missing, count = first.column(2)[0].as_py(), count - 1
-            write_parts(folder, _checked(_parts(file, width), facts, what), count)
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise FileFormatError(what, "content", str(error)[:200], "columns value, id, count",
-                                  "preprocess again") from None
-        note_facts(folder, facts, num_missing)
-        return Vocabulary(folder)
+            num_missing = _missing(file)
+        parts = ((values if values.dtype.kind != "S" else values.astype(f"S{width}"), ids, counts)
+                 for values, ids, counts in _parts(file, path))
+        write_parts(folder, _checked(parts, facts, f"cannot read the vocabulary {str(path)!r}"),
+                    file.metadata.num_rows - (num_missing is not None))
+        return with_facts(folder, facts, num_missing or 0)
 
 
-def _parts(file: pq.ParquetFile, width: int) -> Parts:
-    """Yield values, ids and counts without the null value; strings become bytes of `width`."""
-    for batch in file.iter_batches(_BATCH_ROWS):
-        if batch.column(0).null_count:
-            batch = batch.filter(batch.column(0).is_valid())
-        values = batch.column(0)
-        if not pa.types.is_integer(values.type):
-            values = as_numpy(values.cast(pa.binary())).astype(f"S{width}")
-        else:
-            values = values.to_numpy()
-        yield values, batch.column(1).to_numpy(), batch.column(2).to_numpy()
+def _missing(file: pq.ParquetFile) -> int | None:
+    """Return the count of the null value, which is first; None if the file has none."""
+    first = next(file.iter_batches(1), None)
+    return first.column(2)[0].as_py() if first is not None and first.column(0).null_count else None
+
+
+def _parts(file: pq.ParquetFile, path: Path) -> Parts:
+    """Yield values (integers or bytes), ids and counts without the null value."""
+    with reading(path):
+        for batch in file.iter_batches(_BATCH_ROWS):
+            if batch.column(0).null_count:
+                batch = batch.filter(batch.column(0).is_valid())
+            values = batch.column(0)
+            yield (values.to_numpy() if pa.types.is_integer(values.type)
+                   else as_numpy(values.cast(pa.binary())),
+                   batch.column(1).to_numpy(), batch.column(2).to_numpy())
 
 
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
@@ -277,20 +284,15 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
     before = old.unpack(name, known)
     merger, num_missing = RunMerger(new), 0
     for path in (s / "unseen" / f"{name}.parquet" for s in sources):
-        try:
-            for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS):
-                values, counts = batch.column(0), batch.column(2).to_numpy()
-                if values.null_count:
-                    num_missing += int(counts[0])
-                    values, counts = values[1:], counts[1:]
-                merger.add(values.to_numpy() if pa.types.is_integer(values.type)
-                           else as_numpy(values.cast(pa.binary())), counts)
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise FileFormatError(f"cannot read {str(path)!r}", "content", str(error)[:200],
-                                  "columns value, id, count", "preprocess again") from None
+        file = Folder.open_part(path, _COLUMNS)
+        with reading(path):
+            num_missing += _missing(file) or 0
+        for values, _, counts in _parts(file, path):
+            merger.add(values, counts)
     facts, (least, max_rows) = before.facts, limits
     most_new = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
-    more = build(new, merger, num_missing, least, most_new)
+    added = build(new, merger, num_missing, least, most_new)
+    more = added.facts
     merger.close()
     shift = facts.num_rows - 1
     missing_id = facts.missing_id or (more.missing_id + shift if more.missing_id else 0)
@@ -299,7 +301,7 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
             ("rows", given.num_rows, given.num_rows <= 1 << 31, "<= 2^31"))
     missing = before.num_missing if facts.missing_id else num_missing
     write_parquet(work / "out" / "vocabulary" / f"{name}.parquet",
-                  lambda: _merged(before, Vocabulary(new), shift),
+                  lambda: _merged(before, added, shift),
                   (missing_id, missing) if missing_id else None)
     return given
 
