@@ -93,12 +93,12 @@ def activity_weights(counts: torch.Tensor) -> torch.Tensor:
 
 
 def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,
-                  axes: bool = False, seed: int = 0) -> torch.Tensor:
+                  axes: bool = False) -> torch.Tensor:
     """Cluster items by the users that like them.
 
     Items are represented by the leading singular vectors of the users-by-items matrix of positive
     training interactions, with users and items scaled to length 1, and grouped by spherical k-means
-    (Dhillon & Modha 2001).
+    (Dhillon & Modha 2001). torch's global generator is unaffected.
 
     Args:
         data: the interactions.
@@ -108,8 +108,6 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
         axes: cluster by the absolute cosine (diametrical clustering, Dhillon, Marcotte and Roshan
             2003), so that both ends of a taste dimension, whose items rarely have the same users,
             form one cluster instead of two.
-        seed: seed of the randomised SVD and of the initial centres; torch's global generator is
-            unaffected.
 
     Returns:
         Share of each item in each cluster, float32 [num_items, K], rows that sum to 1; uniform for
@@ -129,7 +127,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
                                      (data.num_items, lengths.numel()),
                                      check_invariants=True).coalesce()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)  # of the randomised SVD and of the initial centres
         rank = min(FACTORS, *matrix.shape)
         u, s, _ = torch.svd_lowrank(matrix, q=rank, niter=4)
         # The first pair of singular vectors reflects popularity, not taste.

@@ -26,13 +26,12 @@ from oper.errors import InvalidInputError
 _PENALTIES = tuple(10.0 ** k for k in range(-4, 3))  # ridge penalties, divided by the rows
 
 
-def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> dict[str, float]:
+def disentanglement(codes: np.ndarray, factors: np.ndarray) -> dict[str, float]:
     """Compute the four scores of the module docstring, by name.
 
     Args:
         codes: float [N, C, d], C >= 2; d = 1 if each code is a single number.
         factors: float [N, K], K >= 2, none of them constant.
-        seed: seed of the random split into two halves.
 
     Raises:
         InvalidInputError: other shapes, fewer than 20 rows, non-finite numbers, or a factor that is
@@ -44,7 +43,7 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
         raise InvalidInputError("cannot score codes", "shapes of codes and factors",
                                 (codes.shape, factors.shape), "[N, C, d] and [N, K], N >= 20, C "
                                 "and K >= 2", "pass codes and factors of the same rows")
-    order = np.random.default_rng(seed).permutation(len(codes))
+    order = np.random.default_rng(0).permutation(len(codes))
     learn, test = order[::2], order[1::2]
     if not (np.isfinite(codes).all() and np.isfinite(factors).all()
             and all(factors[half].std(0).all() for half in (learn, test))):

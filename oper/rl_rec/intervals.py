@@ -28,14 +28,13 @@ class Interval:
         return {"mean": round(self.mean, 6), "low": round(self.low, 6), "high": round(self.high, 6)}
 
 
-def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
+def bootstrap(values: np.ndarray, samples: int = SAMPLES) -> Interval:
     """Compute the mean of `values` and its bootstrap interval.
 
     Args:
         values: one value per user, float [N], or per training seed and user, float [S, N]. Seeds
             and users are both resampled, so that the interval covers both sources of randomness.
         samples: number of bootstrap samples.
-        seed: seed of the draws; equal seeds draw the same users.
 
     Raises:
         InvalidInputError: no values, non-finite values, or `samples` < 1.
@@ -43,20 +42,17 @@ def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Inte
     table = np.atleast_2d(np.asarray(values, np.float64))
     _check(table, samples)
     num_seeds, num_users = table.shape
-    sums = resampled_sums(table, samples, seed)
-    drawn = np.random.default_rng([seed, 1]).integers(0, num_seeds, (samples, num_seeds))
+    sums = resampled_sums(table, samples)
+    drawn = np.random.default_rng([0, 1]).integers(0, num_seeds, (samples, num_seeds))
     means = np.take_along_axis(sums, drawn, 1).mean(1) / num_users
     return interval(float(table.mean()), means)
 
 
-def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
+def difference(a: np.ndarray, b: np.ndarray) -> Interval:
     """Bootstrap mean(a) - mean(b), with both resampled by the same users.
 
-    Args:
-        a, b: values of N users, float [N], or of S seeds, float [S, N]. If both have equally many
-            seeds, these are paired as well; otherwise each is averaged over its seeds.
-        samples: number of bootstrap samples.
-        seed: seed of the resampling.
+    Both have values of N users, float [N], or of S seeds, float [S, N]. If both have equally many
+    seeds, these are paired as well; otherwise each is averaged over its seeds.
     """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1:] != b.shape[1:]:
@@ -64,27 +60,26 @@ def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int =
                                 "the same users on both sides", "evaluate the same split")
     if len(a) != len(b):
         a, b = a.mean(0, keepdims=True), b.mean(0, keepdims=True)
-    return bootstrap(a - b, samples, seed)
+    return bootstrap(a - b)
 
 
-def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES, seed: int = 0
-          ) -> Interval:
+def ratio(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
     """Bootstrap sum(numerator) / sum(denominator), both float [N], resampled in pairs."""
     pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
-    _check(pairs, samples)
+    _check(pairs, SAMPLES)
     if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
         raise InvalidInputError("cannot compute a ratio", "sum and minimum of the denominators",
                                 (float(pairs[1].sum()), float(pairs[1].min())),
                                 "a sum > 0, and none negative", "pass counts as denominators")
-    sums = resampled_sums(pairs, samples, seed)
+    sums = resampled_sums(pairs)
     sums = sums[sums[:, 1] > 0]
     return interval(float(pairs[0].sum() / pairs[1].sum()), sums[:, 0] / sums[:, 1])
 
 
-def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> np.ndarray:
-    """Sum N columns, drawn with replacement, of a table [M, N]; [samples, M] for `samples` draws.
-    """
-    rng = np.random.default_rng(seed)
+def resampled_sums(table: np.ndarray, samples: int = SAMPLES) -> np.ndarray:
+    """Sum N columns, drawn with replacement, of a table [M, N]; [samples, M] for `samples` draws,
+    which are the same in every call."""
+    rng = np.random.default_rng(0)
     num = table.shape[1]
     sums = np.empty((samples, table.shape[0]))
     for first in range(0, samples, BLOCK):

@@ -28,6 +28,7 @@ from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
 PRIOR = 0.5  # pseudo-rows with the overall mean in each mean of `reward_model`
+FOLDS = 10   # parts of a log for the cross-fitting of `reward_model`
 _QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # quantiles of w that are candidate thresholds
 _SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # candidates for l / (largest w)^2
 
@@ -208,18 +209,17 @@ def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np
     return min(options, key=squared_error)
 
 
-def reward_model(log: LoggedBandit, folds: int = 10, seed: int = 0) -> np.ndarray:
+def reward_model(log: LoggedBandit) -> np.ndarray:
     """Estimate q(x_n, a), float64 [N, num_actions], by the mean reward of a at row n's position.
 
-    The means are cross-fitted: those for a row exclude the rows of its fold (of min(`folds`, N)).
+    The means are cross-fitted: those for a row exclude the rows of its fold (of min(`FOLDS`, N)).
     They are shrunk towards the overall mean as if there were `PRIOR` additional rows with it.
-    Raises InvalidInputError for fewer than 2 folds or rows.
+    Raises InvalidInputError for fewer than 2 rows.
     """
-    rows, folds = log.actions.size, min(folds, log.actions.size)
-    if folds < 2:
-        raise InvalidInputError("cannot model rewards", "folds, rows", (folds, rows), ">= 2",
-                                "use at least 2 folds, and a log with at least 2 rows")
-    fold = np.random.default_rng(seed).permutation(rows) % folds
+    rows, folds = log.actions.size, min(FOLDS, log.actions.size)
+    if rows < 2:
+        raise InvalidInputError("cannot model rewards", "rows", rows, ">= 2", "use a longer log")
+    fold = np.random.default_rng(0).permutation(rows) % folds
     cell = log.positions * log.num_actions + log.actions
     cells = log.num_positions * log.num_actions
     found = np.empty((rows, log.num_actions))

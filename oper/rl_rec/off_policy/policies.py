@@ -66,13 +66,14 @@ def recommender_policy(model: Recommender, histories: Histories, items: torch.Te
     return softmax_policy(scores.cpu().numpy(), temperature, uniform)
 
 
-def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np.ndarray:
+def action_shares(log: LoggedBandit, of: LoggedBandit) -> np.ndarray:
     """Approximate the policy that logged `of` by its action frequencies at each position.
+
+    Each action counts once more at each position, so that none has probability 0.
 
     Args:
         log: log of N rows for which probabilities are returned.
         of: log whose policy is approximated, with the same actions and positions.
-        prior: pseudo-count of each action at each position, so that none has probability 0.
 
     Returns:
         float64 [N, num_actions].
@@ -85,6 +86,6 @@ def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np
             "cannot compare two logs", "actions, positions",
             ((log.num_actions, log.num_positions), (of.num_actions, of.num_positions)),
             "the same in both", "preprocess both logs into one folder")
-    counts = np.full((of.num_positions, of.num_actions), prior)
+    counts = np.ones((of.num_positions, of.num_actions))
     np.add.at(counts, (of.positions, of.actions), 1)
     return (counts / counts.sum(1, keepdims=True))[log.positions]

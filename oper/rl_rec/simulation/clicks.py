@@ -7,15 +7,15 @@ import numpy as np
 from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import Interval, bootstrap, ratio
 
+ITEMS = 10  # of a page
 
-def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
-                       ) -> dict[str, Interval]:
+
+def click_through_rate(clicks: np.ndarray, pages: np.ndarray) -> dict[str, Interval]:
     """Compute clicks per shown item, with bootstrap intervals over E visits.
 
     Args:
         clicks: number of clicks of each visit, [E].
-        pages: number of pages shown in each visit, >= 1, [E].
-        per_page: items per page.
+        pages: number of pages of `ITEMS` items shown in each visit, >= 1, [E].
 
     Returns:
         ``"step"``: total clicks / total shown items, which weights visits by length;
@@ -30,11 +30,11 @@ def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
     if clicks.shape != pages.shape or clicks.ndim != 1:
         raise InvalidInputError(what, "shapes of clicks, pages", (clicks.shape, pages.shape),
                                 "[E] each", todo)
-    wrong = (pages < 1) | (clicks < 0) | (clicks > pages * per_page) | (per_page < 1)
+    shown = pages * ITEMS
+    wrong = (pages < 1) | (clicks < 0) | (clicks > shown)
     if wrong.any():
         k = int(wrong.argmax())
-        raise InvalidInputError(what, f"clicks, pages, per_page of visit {k}",
-                                (float(clicks[k]), float(pages[k]), per_page), "pages and per_page "
-                                ">= 1, 0 <= clicks <= pages * per_page", todo)
-    shown = pages * per_page
+        raise InvalidInputError(what, f"clicks, pages of visit {k}",
+                                (float(clicks[k]), float(pages[k])),
+                                f"pages >= 1, 0 <= clicks <= {ITEMS} * pages", todo)
     return {"step": ratio(clicks, shown), "episode": bootstrap(clicks / shown)}

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from oper.errors import InvalidInputError
+
+_L1 = 0.02  # weight of the penalty ``||A||_1`` of NOTEARS
 
 
 def acyclicity(a: torch.Tensor) -> torch.Tensor:
@@ -52,44 +52,31 @@ def topological_order(support: torch.Tensor) -> list[int]:
     return order
 
 
-def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: float = 0.02,
-              threshold: float = 0.3) -> torch.Tensor:
+def fit_graph(labels: torch.Tensor, *, threshold: float = 0.3) -> torch.Tensor:
     """Fit a linear acyclic graph to labels: ``u = A' u + noise``.
 
-    Without `order`, NOTEARS (Zheng et al., NeurIPS 2018) is used: least squares with an L1 penalty
-    under h(A) = 0, by an augmented Lagrangian. Edges below `threshold` are removed, then the
-    weakest edges of remaining cycles; the other edges are fitted again without penalty. NOTEARS
-    finds the true directions if noise variances are equal and the labels are *not* standardised;
-    standardised labels do not determine the directions.
+    NOTEARS (Zheng et al., NeurIPS 2018) is used: least squares with an L1 penalty under h(A) = 0,
+    by an augmented Lagrangian. Edges below `threshold` are removed, then the weakest edges of
+    remaining cycles; the other edges are fitted again without penalty. NOTEARS finds the true
+    directions if noise variances are equal and the labels are *not* standardised; standardised
+    labels do not determine the directions.
 
     Args:
         labels: float [N, n]; centred by this function.
-        order: known order of the concepts, causes before effects: ordinary least squares on the
-            predecessors replaces NOTEARS.
-        l1: weight of ``||A||_1``.
         threshold: least absolute weight of an edge.
 
     Returns:
         float64 [n, n], acyclic.
 
     Raises:
-        InvalidInputError: `labels` is not a matrix of finite numbers, or `order` not a permutation.
+        InvalidInputError: `labels` is not a matrix of finite numbers.
     """
     if labels.ndim != 2 or not labels.shape[0] or not bool(labels.isfinite().all()):
         raise InvalidInputError("cannot fit a graph", "labels", tuple(labels.shape),
                                 "finite numbers [N, n], N >= 1", "correct the labels")
-    n = labels.shape[1]
     u = labels.double() - labels.double().mean(0)
     covariance = u.T @ u / len(u)
-    if order is None:
-        found = _notears(covariance, l1)
-    else:
-        if sorted(order) != list(range(n)):
-            raise InvalidInputError("cannot fit a graph", "order", list(order),
-                                    f"each of 0..{n - 1} once", "correct the order")
-        place = torch.tensor(order).argsort()
-        found = least_squares(covariance, place[:, None] < place)
-    return least_squares(covariance, acyclic_support(found, threshold))
+    return least_squares(covariance, acyclic_support(_notears(covariance), threshold))
 
 
 def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -115,7 +102,7 @@ def least_squares(covariance: torch.Tensor, support: torch.Tensor) -> torch.Tens
     return a
 
 
-def _notears(covariance: torch.Tensor, l1: float) -> torch.Tensor:
+def _notears(covariance: torch.Tensor) -> torch.Tensor:
     """Fit A, float64 [n, n], to the labels' covariance by NOTEARS, without thresholding."""
     n = len(covariance)
     off = 1 - torch.eye(n, dtype=torch.float64)
@@ -132,7 +119,7 @@ def _notears(covariance: torch.Tensor, l1: float) -> torch.Tensor:
             h = acyclicity(edges)
             # A smooth approximation of |x|: L-BFGS needs a gradient at 0.
             size = (edges.square() + 1e-8).sqrt().sum()
-            loss = (0.5 * (rest.T @ covariance @ rest).trace() + l1 * size
+            loss = (0.5 * (rest.T @ covariance @ rest).trace() + _L1 * size
                     + multiplier * h + 0.5 * penalty * h * h)
             loss.backward()
             return loss
