@@ -20,7 +20,7 @@ from oper.data.folder import FOLDER_KIND, MANIFEST, SPLITS
 from oper.data.preprocessing.manifest import describe
 from oper.data.preprocessing.sharing import is_done, share
 from oper.data.preprocessing.spec import JobSpec
-from oper.data.preprocessing.staging import Distinct, Stage, kinds_of, too_many_bad
+from oper.data.preprocessing.staging import Stage, kinds_of, too_many_bad
 from oper.data.preprocessing.workfolder import WorkFolder
 from oper.data.preprocessing.writing import (
     Split,
@@ -28,7 +28,7 @@ from oper.data.preprocessing.writing import (
     spans_of_time,
     split_by_rows,
     split_by_time,
-    train_codes,
+    train_values,
 )
 from oper.data.reading import estimate, store
 from oper.data.reading.pagecache import is_large
@@ -162,7 +162,8 @@ class Job(JobSpec):
         share({"finished": lambda: self._finish(split)}, tasks)
 
     def _drop(self, task: str) -> None:
-        self.stage.drop(int(task.removeprefix("write-")))
+        for chunk in self.stage.chunks(int(task.removeprefix("write-"))):
+            chunk.drop()
 
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
                done: Callable[[str], None] | None = None) -> None:
@@ -231,14 +232,16 @@ class Job(JobSpec):
         folder.mkdir(parents=True, exist_ok=True)
         known = self.finished.unpack(name, folder) if self.finished else None
         merger, num_missing, num_train = RunMerger(folder), 0, 0
-        for found, num_accesses in self._train_counts(column, split):
+        for chunk, first_row in ((chunk, first) for k, first in enumerate(self._first_rows[:-1])
+                                 for chunk in self.stage.chunks(k)):
+            found = train_values(chunk, split, first_row, column)
             values, counts = found.values, found.counts
+            num_train += int(counts.sum()) + found.num_missing
             if known is not None:
                 new = ~known.has(values)
                 values, counts = values[new], counts[new]
             merger.add(values, counts)
             num_missing += found.num_missing
-            num_train += num_accesses
         target = self.work / "out" / "vocabulary" / f"{name}.parquet"
         if self.finished is not None and known is not None:
             shutil.copyfile(self.finished.file(name), target)
@@ -254,19 +257,6 @@ class Job(JobSpec):
             build(folder, merger, num_missing, self.min_count, self.options.max_rows
                   ).write_parquet(target)
         merger.close()
-
-    def _train_counts(self, column: int, split: Split) -> Iterator[tuple[Distinct, int]]:
-        """Yield, by chunk, a column's distinct values in the training part and its access count."""
-        stage = self.stage
-        for k, first_row in enumerate(self._first_rows[:-1]):
-            for chunk, about in enumerate(stage.record(k)["chunks"]):
-                recount = train_codes(stage, split, (k, chunk, first_row), about, column)
-                found = stage.distinct(k, chunk, about, column)
-                if recount is not None:
-                    values, counts = found.values, recount[1:]
-                    found = Distinct(values[:counts.size][counts > 0], counts[counts > 0],
-                                     int(recount[0]))
-                yield found, int(found.counts.sum()) + found.num_missing
 
     def vocabulary(self, name: str) -> Vocabulary | RawKeys:
         """Open the vocabulary of a counted column, or `RawKeys` if ids stay raw."""

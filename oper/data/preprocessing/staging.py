@@ -129,8 +129,8 @@ class Stage:
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
                     too_many_bad(num_bad, max_bad, [where(unit, self._recipe, b) for b in bad[:3]])
-                chunks.append(self._write_chunk(number, len(chunks), self._derived.add(rows),
-                                                num_rows))
+                chunks.append(self._write_chunk(self._path(number, len(chunks)),
+                                                self._derived.add(rows), num_rows))
                 if rows.time is not None:
                     minutes.append(rows.time // 60)
                 num_rows += rows.labels.size
@@ -158,12 +158,12 @@ class Stage:
         draft.write_text(json.dumps(value), encoding="utf-8")
         os.replace(draft, path)
 
-    def _write_chunk(self, number: int, chunk: int, rows: Rows, first: int) -> dict[str, Any]:
+    def _write_chunk(self, path: Path, rows: Rows, first: int) -> dict[str, Any]:
         if self._recipe.by == "time" and rows.time is not None:
             rows = in_order(rows, np.argsort(rows.time, kind="stable"))
         offsets, places, missing, bags, kinds = [], [], [], [], []
-        with (self._path(number, chunk, "rows").open("wb") as file,
-              self._path(number, chunk, "distinct").open("wb") as values):
+        with (path.with_suffix(".rows").open("wb") as file,
+              path.with_suffix(".distinct").open("wb") as values):
             save(file, rows.labels)
             save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
             save(file, rows.dense)
@@ -186,52 +186,70 @@ class Stage:
                 "time": times, "codes": offsets, "distinct": places, "bags": bags,
                 "kinds": kinds}
 
-    def _path(self, number: int, chunk: int, kind: str) -> Path:
-        return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
+    def _path(self, number: int, chunk: int) -> Path:
+        return self._folder / f"{number:06d}-{chunk:06d}"
 
-    def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
-        """Read a column's distinct values in a chunk; `about`: the chunk's entry in the record."""
-        file = _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column])
-        return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
+    def chunks(self, number: int) -> list[Chunk]:
+        """Return the chunks of a unit that has been read."""
+        return [Chunk(self._path(number, k), about)
+                for k, about in enumerate(self.record(number)["chunks"])]
 
-    def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A staged chunk of n rows.
+
+    Attributes:
+        path: path of its two files, without their suffixes.
+        about: its entry in the record of its unit.
+    """
+
+    path: Path
+    about: dict[str, Any]
+
+    def distinct(self, column: int) -> Distinct:
+        """Read a column's distinct values."""
+        file = self._arrays("distinct", self.about["distinct"][column])
+        return Distinct(file.next(), file.next().astype(np.int64), self.about["missing"][column])
+
+    def values(self, column: int) -> np.ndarray:
         """Return only the `Distinct.values` that `distinct` would return."""
-        return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
+        return self._arrays("distinct", self.about["distinct"][column]).next()
 
-    def place(self, number: int, chunk: int, about: dict[str, Any]
-              ) -> tuple[np.ndarray, np.ndarray]:
+    def place(self) -> tuple[np.ndarray, np.ndarray]:
         """Return row indices in the unit (malformed rows skipped) and times in seconds, int64 [n].
 
         The array of times is empty for a log without times.
         """
-        file = _Arrays(self._path(number, chunk, "rows"))
+        file, first = self._arrays("rows"), self.about["first"]
         file.next()
-        return np.arange(about["first"], about["first"] + about["rows"]), file.next()
+        return np.arange(first, first + self.about["rows"]), file.next()
 
-    def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
-        """Read the codes of one column of a chunk."""
-        file = _Arrays(self._path(number, chunk, "rows"), about["codes"][column])
-        return Coded(file.next(), file.next() if about["bags"][column] else None)
+    def codes(self, column: int) -> Coded:
+        """Read the codes of one column."""
+        file = self._arrays("rows", self.about["codes"][column])
+        return Coded(file.next(), file.next() if self.about["bags"][column] else None)
 
-    def numbers(self, number: int, chunk: int, about: dict[str, Any]
-                ) -> tuple[np.ndarray, np.ndarray]:
-        """Read labels [n] (see `Rows`) and dense columns float32 [D, n] of a chunk."""
-        file = _Arrays(self._path(number, chunk, "rows"))
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Read labels [n] (see `Rows`) and dense columns float32 [D, n]."""
+        file = self._arrays("rows")
         labels = file.next()
         file.next()
         return labels, file.next()
 
-    def drop(self, number: int) -> None:
-        """Remove the chunk files of a unit whose rows are in the output."""
-        for chunk in range(len(self.record(number)["chunks"])):
-            for kind in ("rows", "distinct"):
-                self._path(number, chunk, kind).unlink(missing_ok=True)
+    def drop(self) -> None:
+        """Remove the files, once the rows are in the output."""
+        for kind in ("rows", "distinct"):
+            self.path.with_suffix(f".{kind}").unlink(missing_ok=True)
+
+    def _arrays(self, kind: str, at: int = 0) -> _Arrays:
+        return _Arrays(self.path.with_suffix(f".{kind}"), at)
 
 
 class _Arrays:
     """Reads consecutive memory-mapped ``.npy`` arrays of a file, from byte `at` on."""
 
-    def __init__(self, path: Path, at: int = 0) -> None:
+    def __init__(self, path: Path, at: int) -> None:
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._memory.seek(at)

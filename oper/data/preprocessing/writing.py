@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from oper.data.arrays import lists
 from oper.data.folder import MAX_BUCKETS, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
-from oper.data.preprocessing.staging import Coded, Stage
+from oper.data.preprocessing.staging import Chunk, Coded, Distinct, Stage
 from oper.data.reading.pagecache import PageDropper
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
@@ -139,13 +139,16 @@ def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows `[start, stop)` of a chunk of a unit; `about` is the chunk's record."""
+    """Rows `[start, stop)` of a chunk."""
 
-    unit: int
-    chunk: int
-    about: dict[str, Any]
+    chunk: Chunk
     start: int
     stop: int
+
+    @staticmethod
+    def whole(chunk: Chunk) -> RowRange:
+        """Return all rows of a chunk."""
+        return RowRange(chunk, 0, chunk.about["rows"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +173,8 @@ class Writer:
 
     def write_unit(self, number: int, first_row: int) -> dict[str, int]:
         """Write a unit that begins with row `first_row` of the log; returns rows by split."""
-        return self._write(number, (
-            self._table(RowRange(number, chunk, about, 0, about["rows"]), first_row)
-            for chunk, about in enumerate(self.stage.record(number)["chunks"]) if about["rows"]))
+        return self._write(number, (self._table(RowRange.whole(chunk), first_row)
+                                    for chunk in self.stage.chunks(number) if chunk.about["rows"]))
 
     def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
         """Write all rows of the seconds `[first, last)`, sorted by time; returns rows by split.
@@ -180,10 +182,9 @@ class Writer:
         Rows of one second keep the order of the log. Since chunks are sorted by time, a span is a
         contiguous range of each chunk.
         """
-        every = (RowRange(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
-                 for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
-        near = [x for x in every if x.about["time"] and x.about["time"][0] < last
-                and first <= x.about["time"][1]]
+        near = [RowRange.whole(chunk) for unit in range(num_units)
+                for chunk in self.stage.chunks(unit) if (times := chunk.about["time"])
+                and times[0] < last and first <= times[1]]
         return self._write(number, self._in_order(self._between(near, first, last), first, last))
 
     def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
@@ -204,7 +205,7 @@ class Writer:
     def _between(self, ranges: Sequence[RowRange], first: int, last: int) -> list[RowRange]:
         found = []
         for x in ranges:
-            times = self.stage.place(x.unit, x.chunk, x.about)[1][x.start:x.stop]
+            times = x.chunk.place()[1][x.start:x.stop]
             start, stop = (x.start + int(k) for k in np.searchsorted(times, [first, last]))
             if start < stop:
                 found.append(replace(x, start=start, stop=stop))
@@ -230,9 +231,9 @@ class Writer:
     def _table(self, x: RowRange, first_row: int) -> pa.Table:
         """Make the output rows of a range, with the temporary column `_PART`."""
         rows = slice(x.start, x.stop)
-        numbers, times = self.stage.place(x.unit, x.chunk, x.about)
+        numbers, times = x.chunk.place()
         place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
-        labels, dense = self.stage.numbers(x.unit, x.chunk, x.about)
+        labels, dense = x.chunk.numbers()
         columns: dict[str, Any] = {
             self.recipe.label: labels[rows], self.recipe.bucket_column: self.split.bucket(place)}
         columns.update(zip(self.recipe.dense, dense[:, rows], strict=True))
@@ -248,8 +249,7 @@ class Writer:
 
     def _ids(self, x: RowRange, k: int, name: str) -> Any:
         """Look up the ids of the k-th sparse column: int32 (raw ids int64), or lists of these."""
-        coded = self.stage.codes(x.unit, x.chunk, x.about, k)
-        values = self.stage.values(x.unit, x.chunk, x.about, k)
+        coded, values = x.chunk.codes(k), x.chunk.values(k)
         codes, lengths = coded.codes[x.start:x.stop], None
         if coded.lengths is not None:
             begin = int(coded.lengths[:x.start].sum())
@@ -355,33 +355,29 @@ def _values(of: pa.DataType) -> pa.DataType:
     return of.value_type if pa.types.is_list(of) else of
 
 
-def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
-                column: int) -> np.ndarray | None:
-    """Count a column's codes in the training rows of a chunk; None if all its rows are training.
+def train_values(chunk: Chunk, split: Split, first_row: int, column: int) -> Distinct:
+    """Count the distinct values of a column in the training rows of a chunk.
 
     Args:
-        stage: the staged rows.
+        chunk: the chunk.
         split: boundaries of the parts.
-        where: the unit, the chunk, and the row number in the log of the unit's first row.
-        about: the chunk's entry in the unit's record.
+        first_row: row number in the log of the first row of the chunk's unit.
         column: index of the sparse column.
-
-    Returns:
-        int64 [1 .. K + 1], K = distinct values of the chunk; codes past the end have count 0.
     """
-    number, chunk, first_row = where
+    about, found = chunk.about, chunk.distinct(column)
     if split.by == "rows":
         low, high = first_row + about["first"], first_row + about["first"] + about["rows"] - 1
     else:
         low, high = about["time"] or (0, -1)
     if high < split.first_valid:
-        return None
-    codes = stage.codes(number, chunk, about, column)
-    if low >= split.first_valid:
-        return np.zeros(1, np.int64)
-    rows, times = stage.place(number, chunk, about)
-    keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
-    if codes.lengths is not None:
-        keep = np.repeat(keep, codes.lengths)
-    return np.bincount(codes.codes[keep], minlength=1)  # all bags of the rows may be empty
-
+        return found
+    counts = np.zeros(1, np.int64)  # by code; codes past the end do not occur
+    if low < split.first_valid:
+        rows, times = chunk.place()
+        keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
+        coded = chunk.codes(column)
+        if coded.lengths is not None:
+            keep = np.repeat(keep, coded.lengths)
+        counts = np.bincount(coded.codes[keep], minlength=1)  # all bags of the rows may be empty
+    some = counts[1:] > 0
+    return Distinct(found.values[:some.size][some], counts[1:][some], int(counts[0]))
