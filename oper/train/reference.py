@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError
-
 
 class SparseTableOptimizer:
     """Row-wise Adagrad or SGD on the touched rows of unsharded tables.
@@ -23,15 +21,9 @@ class SparseTableOptimizer:
         kind: ``"rowwise_adagrad"`` or ``"sgd"``.
         lr: learning rate.
         eps: epsilon of row-wise Adagrad.
-
-    Raises:
-        InvalidInputError: `kind` is unknown.
     """
 
     def __init__(self, model: nn.Module, kind: str, lr: float, eps: float) -> None:
-        if kind not in ("rowwise_adagrad", "sgd"):
-            raise InvalidInputError("unknown table optimizer", "kind", kind,
-                                    "rowwise_adagrad or sgd", "choose one of them")
         self.lr, self.eps = lr, eps
         self.weights: list[torch.Tensor] = []
         for module in model.modules():

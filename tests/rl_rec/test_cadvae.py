@@ -325,5 +325,3 @@ def test_bad_concepts_are_refused() -> None:
             (Concepts(good, torch.zeros(2, 2), activity=torch.zeros(3)), "activity")):
         with pytest.raises(InvalidInputError, match=match):
             CaDVAE(NUM_ITEMS, config, concepts)
-    with pytest.raises(InvalidInputError, match="rows"):
-        Candidates(1, 0, CPU)

@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, require, require_fields
+from oper.errors import InvalidInputError, require_fields
 from oper.ranges import one_of, rules_of
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
@@ -24,7 +24,7 @@ NOTHING = -1  # fills rankings with fewer than k items
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """N concatenated rows of item ids; raises InvalidInputError if lengths do not match.
+    """N concatenated rows of item ids.
 
     Attributes:
         values: int64 [L].
@@ -33,17 +33,6 @@ class Jagged:
 
     values: torch.Tensor
     lengths: torch.Tensor
-
-    def __post_init__(self) -> None:
-        negative = (self.lengths < 0).nonzero().flatten().tolist()
-        total = int(self.lengths.sum())
-        require("cannot read rows", "pass the length of each row",
-                ("rows of negative length", negative[:8], not negative, "none"),
-                ("sum of lengths", total, total == len(self.values),
-                 f"{len(self.values)}, the number of values"))
-
-    def __len__(self) -> int:
-        return self.lengths.numel()
 
     @property
     def rows(self) -> torch.Tensor:
@@ -57,25 +46,19 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
 
     Args:
         shards: pairs (first, scores float [B, R]) with scores of the ids ``first .. first + R -
-            1``, in any order; each id occurs once. Items with score ``-inf`` are not ranked.
-        k: number of items per user.
+            1``, at least one, in any order; each id occurs once. Items with score ``-inf`` are not
+            ranked.
+        k: number of items per user, at least 1.
         exclude: ids to exclude by user, such as the history; B rows.
 
     Returns:
         Item ids int64 [B, k], best first, padded with `NOTHING`.
 
     Raises:
-        InvalidInputError: k < 1, no shards, NaN scores, or different numbers of users.
+        InvalidInputError: a score is NaN.
     """
-    if k < 1:
-        raise InvalidInputError("cannot rank", "k", k, ">= 1", "use a k of 1 or more")
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     for first, scores in shards:
-        if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
-                exclude is not None and scores.shape[0] != len(exclude)):
-            raise InvalidInputError("cannot rank", "shape of a shard's scores", tuple(scores.shape),
-                                    "[B, R], with the same B users in all shards and exclude",
-                                    "score the same users")
         if bool(scores.isnan().any()):
             raise InvalidInputError("cannot rank", f"scores from id {first} on", "NaN", "numbers",
                                     "find the step at which the loss became NaN")
@@ -88,8 +71,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
             order = ids.argsort(dim=1)
             found = _best(both.gather(1, order), ids.gather(1, order), k)
         best = found
-    if best is None:
-        raise InvalidInputError("cannot rank", "shards", 0, ">= 1", "score the items")
+    assert best is not None
     ids = best[1].masked_fill(best[0] == float("-inf"), NOTHING)
     ids = ids.gather(1, best[0].argsort(dim=1, descending=True, stable=True))
     return torch.nn.functional.pad(ids, (0, k - ids.shape[1]), value=NOTHING)
@@ -161,14 +143,7 @@ class RankingMetrics:
         Args:
             top: result of `top_k`, int64 [B, K], K >= the largest cut-off.
             positives: distinct relevant items of each user, B rows.
-
-        Raises:
-            InvalidInputError: shapes do not match.
         """
-        if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
-            raise InvalidInputError("cannot measure rankings", "shape of top", tuple(top.shape),
-                                    f"[{len(positives)}, {max(self.ks)} or more]",
-                                    "rank that many items for each of these users")
         users = positives.lengths > 0
         hits = _hits(top, positives)[users].double()
         count = positives.lengths[users].double()

@@ -14,7 +14,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.errors import InvalidInputError
 from oper.rl_rec.models.base import Histories, NegativeSampler, item_table
 
 
@@ -126,11 +125,6 @@ class Candidates:
     """
 
     def __init__(self, num_items: int, num_sampled: int, device: torch.device) -> None:
-        if num_items < 2 or num_sampled < 0:
-            raise InvalidInputError("cannot draw items", "num_items, num_sampled",
-                                    (num_items, num_sampled),
-                                    ">= 2 rows (row 0 is padding), >= 0 draws",
-                                    "correct the configuration")
         sampler = NegativeSampler(num_items, num_sampled)
         self.all = num_sampled == 0
         self.items = sampler.draw(device)
