@@ -9,7 +9,7 @@ from typing import Any
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.data.reading.readers import is_parquet
-from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
+from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, finite, recipe_from_dict
 from oper.errors import InvalidInputError, require
 
 GENERIC = ("csv", "parquet")
@@ -136,16 +136,11 @@ def _columns(dense: Sequence[str], sparse: Sequence[str]) -> list[dict[str, Any]
             text, entry["parse"] = name, parse
         elif name and parse.startswith("bins="):
             text, entry["parse"] = name, "bins"
-            entry["bins"] = [_number(x) for x in parse.removeprefix("bins=").split("/")]
+            # Other text is refused by `recipe_from_dict`, which names the column.
+            entry["bins"] = [x if (number := finite(x)) is None else number
+                             for x in parse.removeprefix("bins=").split("/")]
         found.append({"name": text, **entry})
     return found
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # refused by `recipe_from_dict`, which names the column
 
 
 def _cross(what: str, text: str) -> dict[str, Any]:

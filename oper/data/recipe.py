@@ -437,12 +437,13 @@ def conditions(layout: Layout) -> list[tuple[str, str, str]]:
     return [found for text in layout.filter if (found := condition(text))]
 
 
-def is_number(text: str) -> bool:
-    """Whether the value of a condition is a finite number."""
+def finite(text: str) -> float | None:
+    """Parse a finite number; None for other text."""
     try:
-        return math.isfinite(float(text))
+        number = float(text)
     except ValueError:
-        return False
+        return None
+    return number if math.isfinite(number) else None
 
 
 _MAX_NAME_BYTES = 200  # per column name, since files are named after columns

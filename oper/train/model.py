@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oper.data.loading.loader import ranks as ranks
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from oper.integration.checkpoint.files import load_archive
 from oper.support.files import atomic_write
@@ -113,15 +114,6 @@ def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
         if rank == 0:
             state[name.removeprefix("module.")] = value.detach().cpu().contiguous()
     return state
-
-
-def ranks() -> tuple[int, int]:
-    """Return rank and world size in the default process group; (0, 1) if there is none."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def save_state(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:

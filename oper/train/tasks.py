@@ -18,7 +18,7 @@ from oper.rl_rec.data.batches import Share, num_batches
 from oper.rl_rec.data.catalogue import synthetic_interactions
 from oper.rl_rec.data.interactions import Interactions, load_interactions
 from oper.rl_rec.models.base import Recommender
-from oper.rl_rec.ranking.evaluate import evaluate_ranking
+from oper.rl_rec.ranking.evaluate import RankingResult, evaluate_ranking
 from oper.rl_rec.registry import WORKLOADS
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -118,11 +118,10 @@ def click_batches(config: TrainConfig, split: str) -> Loader:
 
     Global batches of the same size contain the same samples for any number of ranks.
     """
-    rank, world_size = ranks()
     training = split == "train"
     return Loader(config.data, split, LoaderOptions(
         config.batch_size, window=_WINDOW if training and config.shuffle else 0, seed=config.seed,
-        drop_last=training, share="batches", rank=rank, world_size=world_size))
+        drop_last=training, share="batches"))
 
 
 def evaluate_clicks(engine: Engine, data: Loader, show_progress: bool = False) -> dict[str, Any]:
@@ -200,8 +199,7 @@ class RecommenderTask:
         joint = {name: gather_rows(torch.from_numpy(np.ascontiguousarray(values))).numpy()
                  for name, values in found.items()}
         count = next(iter(joint.values())).size // (world_size if engine.collective else 1)
-        means = {name: float(v.mean()) if v.size else float("nan") for name, v in joint.items()}
-        return {**means, "users": count}
+        return {**RankingResult(users, joint).summary(), "users": count}
 
 
 def progress_bar(total: int, what: str, show: bool, done: int = 0) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.analysis.presence import Lookups
 from oper.data.generate import published
-from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
+from oper.data.generate.ids import drifted, mix64, scatter_ids, uniform64
 from oper.data.generate.popularity import (
     Popularity,
     fit_cardinality,
@@ -78,9 +78,7 @@ class TableModel:
     def _rows(self, ranks: np.ndarray, day: int, key: int) -> np.ndarray:
         """Map frequency ranks, int64 [n], to the rows that have them on `day`."""
         if self.drift and day:
-            table = holders(self.num_rows, key, self.drift, day + 1)[day]
-            hot = np.minimum(ranks, table.size - 1)
-            ranks = np.where(ranks < table.size, table[hot], ranks)
+            ranks = drifted(ranks, day, self.num_rows, key, self.drift)
         if self.head is None:
             return scatter_ids(ranks, self.num_rows)
         ids = np.empty_like(ranks)

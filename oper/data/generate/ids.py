@@ -24,22 +24,23 @@ def uniform64(values: np.ndarray) -> np.ndarray:
 _HOT_RANKS = 10_000  # number of the hottest ranks that drift
 
 
-def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
-    """Return the row at each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
+def drifted(ranks: np.ndarray, days: np.ndarray | int, num_rows: int, key: int, drift: float
+            ) -> np.ndarray:
+    """Map ranks, int64 [n], to the rows that have them on `days`, int [n] or a single day.
 
-    From one day to the next, each hot rank moves to a random row with probability `drift`. `key`
-    seeds the draws and must differ between tables.
+    On day 0, rank k is row k. From one day to the next, each of the 10,000 hottest ranks moves to a
+    random row with probability `drift`. `key` seeds the draws and must differ between tables.
     """
     hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
     rows = hot.astype(np.int64)
     found = [rows]
-    for day in range(1, num_days):
+    for day in range(1, int(np.max(days, initial=0)) + 1):
         day_key = np.uint64(key) ^ np.uint64(day << 40)
         moves = uniform64(hot ^ day_key) < drift
         drawn = (uniform64(hot ^ day_key ^ np.uint64(1 << 50)) * num_rows).astype(np.int64)
         rows = np.where(moves, drawn, rows)
         found.append(rows)
-    return np.stack(found)
+    return np.where(ranks < hot.size, np.stack(found)[days, np.minimum(ranks, hot.size - 1)], ranks)
 
 
 def scatter_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyarrow import csv
 from tqdm import tqdm
 
-from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
+from oper.data.generate.ids import drifted, mix64, power_law_ids, uniform64
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import require_fields
@@ -157,21 +157,13 @@ class _Model:
         for c, num_rows in enumerate(self._log.cardinalities):
             exponent = float(self._exponents[c])
             ranks = power_law_ids(num_rows, rows.size, exponent, rng, scatter=False)
-            ids[c] = self._drifted(c, num_rows, ranks, days)
+            ids[c] = ranks if num_rows < _MIN_DRIFT_ROWS else drifted(
+                ranks, days, num_rows, self._keys[c], self._log.drift)
         scale = np.linspace(0.6, 3.5, NUM_DENSE)[:, None]
         dense = np.floor(np.exp(rng.normal(size=(NUM_DENSE, rows.size)) * 1.2 + scale))
         dense = np.minimum(dense, 9_999_999) - (dense < 2)  # many zeros, as in counters
         dense[1] -= 2 * (rng.random(rows.size) < 0.1)    # I2 goes below zero
         return ids, np.maximum(dense, -3).astype(np.int64)
-
-    def _drifted(self, column: int, num_rows: int, ranks: np.ndarray,
-                 days: np.ndarray) -> np.ndarray:
-        """Map ranks int64 [n] on `days` [n] to ids int64 [n], see `holders`."""
-        if num_rows < _MIN_DRIFT_ROWS:
-            return ranks
-        table = holders(num_rows, self._keys[column], self._log.drift, NUM_DAYS)
-        hot = table.shape[1]
-        return np.where(ranks < hot, table[days, np.minimum(ranks, hot - 1)], ranks)
 
     def _log_odds(self, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
         """Compute the log-odds of a click without the intercept, float64 [n]."""

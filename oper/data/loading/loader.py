@@ -129,7 +129,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                 unsuitable column.
         """
         self.folder, self.split, self.options = Folder.open(path, allow_raw=True), split, options
-        self.rank, self.world_size = _share(options)
+        self.rank, self.world_size = ranks() if options.rank is None else (
+            options.rank, options.world_size or 1)
         self._assembly = Assembly(self.folder, options.weights, options.deduplicate)
         self._check_group()
         self._groups = RowGroups(self.folder, split, self._assembly.columns,
@@ -313,10 +314,8 @@ _REMEDIES = {
 }
 
 
-def _share(options: LoaderOptions) -> tuple[int, int]:
-    """Return rank and world size, see `LoaderOptions`."""
-    if options.rank is not None and options.world_size is not None:
-        return options.rank, options.world_size
+def ranks() -> tuple[int, int]:
+    """Return rank and world size in the default process group; (0, 1) if there is none."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from oper.data.arrays import lists, places_of
+from oper.data.arrays import lists, places_of, table_of
 from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.options import PreprocessOptions
@@ -70,9 +70,7 @@ class _Sequences:
         for n in self.read:
             values = table.column(n).to_numpy()
             found[n] = lists(lengths, values[events]) if n in self.columns else values[last]
-        arrays = [pa.array(x) for x in found.values()]
-        return pa.Table.from_arrays(arrays, schema=pa.schema(
-            [pa.field(n, a.type, nullable=False) for n, a in zip(found, arrays, strict=True)]))
+        return table_of(found)
 
 
 def write_sequences(

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.data.arrays import lists
+from oper.data.arrays import lists, table_of
 from oper.data.folder import MAX_BUCKETS, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.staging import Chunk, Coded, Distinct, Stage
@@ -242,10 +242,7 @@ class Writer:
         if self.recipe.time:
             columns[self.recipe.time] = times[rows]
         columns[_PART] = self.split.parts(place)
-        arrays = [pa.array(c) for c in columns.values()]
-        # Declared as never null, so that readers and writers skip null checks.
-        return pa.Table.from_arrays(arrays, schema=pa.schema(
-            [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
+        return table_of(columns)
 
     def _ids(self, x: RowRange, k: int, name: str) -> Any:
         """Look up the ids of the k-th sparse column: int32 (raw ids int64), or lists of these."""

@@ -18,7 +18,7 @@ from oper.data.reading import columns as convert
 from oper.data.reading.columns import MalformedError
 from oper.data.reading.lines import Block, Progress, Unit, read_lines
 from oper.data.reading.rows import MAX_EXAMPLES, Rows, concat, in_order, piece_rows
-from oper.data.reading.text import TextLayout, parse_block
+from oper.data.reading.text import TextLayout, parse_block, separator_of
 from oper.data.recipe import Column
 from oper.support import native
 
@@ -130,7 +130,7 @@ class _Piece:
         text = np.frombuffer(data, np.uint8)[at:]
         taken: int = native.library().oper_data_parse(
             native.address(text), ctypes.c_int64(text.size),
-            ctypes.c_char(self.text.separator.encode()), self._fields,
+            ctypes.c_char(separator_of(self.text.layout).encode()), self._fields,
             ctypes.c_int64(len(self._fields)), ctypes.c_int64(self.capacity),
             native.address(self._numbers), native.address(self._irregular), ctypes.byref(rows),
             ctypes.byref(lines), ctypes.byref(num))

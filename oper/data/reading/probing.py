@@ -13,7 +13,7 @@ from oper.data.reading.lines import Unit, first_line, first_of_each_file
 from oper.data.reading.readers import read_first, where
 from oper.data.reading.rows import BadRow
 from oper.data.reading.text import separator_advice, split_line
-from oper.data.recipe import Column, Recipe
+from oper.data.recipe import Column, Recipe, finite
 
 _FILES = 4  # number of files whose first records are checked
 
@@ -61,7 +61,7 @@ _TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
 
 def _time_parse(column: Column, value: str) -> str:
     """Find the `parse` under which a malformed time would be valid; empty if there is none."""
-    number = _number(value)
+    number = finite(value)
     if number is not None:
         found = ("unix" if abs(number) < TOP_SECONDS else
                  "unix_ms" if abs(number) / 1000 < TOP_SECONDS else "")
@@ -78,7 +78,7 @@ def _other_parse(column: Column, value: str) -> tuple[str, str]:
 
     Returns it as a command-line flag and as a recipe entry; both are empty if there is none.
     """
-    number = _number(value)
+    number = finite(value)
     if column.kind == "label" and number is not None:
         return (f"--threshold with the smallest number that gives label 1, or --label "
                 f"{column.sources[0]}:number to keep the numbers",
@@ -94,11 +94,3 @@ def _other_parse(column: Column, value: str) -> tuple[str, str]:
             replace(column, parse=p), value.encode())), "string")
         return f"--sparse {column.name}:{parse}", f'parse = "{parse}"'
     return "", ""
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if abs(number) < 1e300 else None

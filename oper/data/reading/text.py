@@ -21,7 +21,7 @@ from oper.data.reading import columns as convert
 from oper.data.reading.columns import EXPECTED, MalformedError, holds
 from oper.data.reading.lines import Block
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
-from oper.data.recipe import Column, Layout, Recipe, conditions, is_number
+from oper.data.recipe import Column, Layout, Recipe, conditions, finite
 from oper.errors import FileFormatError, InvalidInputError
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
@@ -45,20 +45,16 @@ class TextLayout:
     sparse: tuple[str, ...]
     also: tuple[tuple[int, Column], ...] = ()
 
-    @property
-    def separator(self) -> str:
-        """The single character that separates fields after `unified`."""
-        return _separator(self.layout)
 
-
-def _separator(layout: Layout) -> str:
+def separator_of(layout: Layout) -> str:
+    """Return the single character that separates fields after `unified`."""
     return layout.separator if len(layout.separator) == 1 else _UNIT_SEPARATOR
 
 
 def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
     """Make pyarrow's options for splitting lines of a layout after `unified`."""
     return pacsv.ParseOptions(
-        delimiter=_separator(layout), quote_char=layout.quote or False,
+        delimiter=separator_of(layout), quote_char=layout.quote or False,
         double_quote=not layout.escape, escape_char=layout.escape or False,
         newlines_in_values=bool(layout.quote), ignore_empty_lines=False, **more)
 
@@ -99,7 +95,7 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
     wanted: dict[int, Column] = {}
     # Columns that occur only in the filter are read too.
     known = {n for c in layout.columns for n in (c.name, *c.sources) if c.kind != "skip"}
-    only = [Column(n, "dense", "float") if is_number(v) else Column(n, "sparse", "string")
+    only = [Column(n, "sparse", "string") if finite(v) is None else Column(n, "dense", "float")
             for n, v in {n: v for n, _, v in conditions(layout)}.items() if n not in known]
     also: list[tuple[int, Column]] = []
     missing = []
@@ -252,13 +248,14 @@ def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
 
 
 def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
-    separator = text.separator.encode()
+    separator = separator_of(text.layout).encode()
     if not text.layout.quote:
         return [line.removesuffix(b"\r").split(separator) for line in data.split(b"\n")[:-1]]
     lines = io.StringIO(data.decode("latin-1"), newline="")  # one character per byte
+    dialect = _dialect(separator.decode(), text.layout)
     try:
         records = [[f.encode("latin-1") for f in record] or [b""]
-                   for record in csv.reader(lines, **_dialect(text.separator, text.layout))]
+                   for record in csv.reader(lines, **dialect)]
         why = "" if len(records) <= block.num_lines else "a carriage return outside of quotes"
     except csv.Error as error:
         records, why = [], str(error)
@@ -305,11 +302,11 @@ def _judge(fields: list[bytes], text: TextLayout, row: int) -> BadRow | None:
 
 def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
     if not text.layout.quote:
-        separator = text.separator.encode()
+        separator = separator_of(text.layout).encode()
         return b"".join(separator.join(fields) + b"\n" for fields in records)
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_MINIMAL,
-                        **_dialect(text.separator, text.layout))
+                        **_dialect(separator_of(text.layout), text.layout))
     writer.writerows([f.decode("latin-1") for f in fields] for fields in records)
     return out.getvalue().encode("latin-1")
 
