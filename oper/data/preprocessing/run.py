@@ -20,7 +20,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,12 @@ from oper.data.folder import FOLDER_KIND, MANIFEST
 from oper.data.preprocessing import workers
 from oper.data.preprocessing.job import Job, occupied
 from oper.data.preprocessing.options import PreprocessOptions
-from oper.data.preprocessing.workfolder import WorkFolder
 from oper.data.reading import store
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.lines import natural_key
 from oper.data.reading.probing import check_first_rows
 from oper.data.recipe import Recipe
-from oper.data.vocabulary.finished import (
-    FinishedVocabulary,
-    check_columns,
-)
+from oper.data.vocabulary.finished import FinishedVocabulary, check_columns
 from oper.errors import InvalidInputError, OperError
 from oper.support.files import disk_full_error
 from oper.support.locks import exclusive, shared_temporary
@@ -82,33 +77,18 @@ def preprocess(
     if not store.is_url(output):
         target = Path(os.path.realpath(output))  # a symbolic link is kept and its target written
         with store.spooled(inputs, target) as names:
-            return _preprocess(recipe, names, target, options)
+            return _run(_job(recipe, names, str(target), target, options))
     url = os.fspath(output)
     folder = _local_folder(url)
     # Marked as used, so that a run with the same destination does not remove the files.
     with shared_temporary(folder), store.spooled(inputs, folder / "out") as names:
-        return _into_store(recipe, names, _Place(url, folder, _manifest_in(url)), options)
+        return _into_store(recipe, names, url, folder, options)
 
 
 def _local_folder(url: str) -> Path:
     """Return the local folder for outputs to a URL; each job makes its output in a subfolder."""
     name = hashlib.sha256(store.full_name(url).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The destination of an output in a store.
-
-    Attributes:
-        url: URL of the folder.
-        local: the temporary folder in which the output is made.
-        manifest: manifest of the output that the store already holds; empty if there is none.
-    """
-
-    url: str
-    local: Path
-    manifest: dict[str, Any]
 
 
 def _manifest_in(url: str) -> dict[str, Any]:
@@ -128,57 +108,57 @@ def _manifest_in(url: str) -> dict[str, Any]:
     return {}
 
 
-def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: PreprocessOptions
-                ) -> dict[str, Any]:
-    """Preprocess into a local folder and upload it to a store, the manifest last."""
-    url, local = place.url, place.local
+def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, folder: Path,
+                options: PreprocessOptions) -> dict[str, Any]:
+    """Run a job in the local `folder` and upload its output to a store, the manifest last."""
+    name, found = store.full_name(url), _manifest_in(url)
+    job = _job(recipe, inputs, url, folder / "out", options)
+    # Jobs with one destination work in separate folders.
+    job.target = folder / job.identity() / "out"
+    if found and not options.force:
+        if found.get("job") != job.identity():
+            raise occupied(name, True)
+        _log.info("%s already exists, with the same inputs and settings", name)
+        return _with_warnings(found)
     _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
-              local)
-    manifest = _preprocess(recipe, inputs, local / "out", options, place)
-    if manifest is place.manifest:
-        return manifest
-    target = local / manifest["job"] / "out"
+              folder)
+    manifest = _run(job)
     # One upload at a time on this machine: each begins by removing all files at the URL.
-    with exclusive(local / "upload.lock"), WorkFolder(target, manifest["job"]).exclusive():
+    with exclusive(folder / "upload.lock"), job.folder.exclusive():
         now = _manifest_in(url)
-        if now != place.manifest:  # another run was faster
+        if now != found:  # another run was faster
             if now.get("job") == manifest["job"]:
                 return manifest
             if not options.force:
-                raise occupied(store.full_name(url), True)
+                raise occupied(name, True)
         store.remove_below(url)
-        store.upload(target, url, [MANIFEST])
+        store.upload(job.target, url, [MANIFEST])
     return manifest
 
 
-def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions,
-                place: _Place | None = None) -> dict[str, Any]:
-    """Preprocess re-readable `inputs` into a local folder.
-
-    Returns the existing manifest, without work, if `output` or `place` has the result of this job.
-    """
+def _job(recipe: Recipe, inputs: Sequence[str], output: str, target: Path,
+         options: PreprocessOptions) -> Job:
+    """Make the job that preprocesses re-readable `inputs` into the local folder `target`; `output`
+    is its final place."""
     paths = find_inputs(recipe, inputs)
-    _check_apart(paths, str(output) if place is None else place.url)
+    _check_apart(paths, output)
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes, options.num_workers)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
-    job = Job(recipe, paths, units, output, options, finished)
-    if place:  # jobs with one destination work in separate folders
-        job.target = place.local / job.identity() / output.name
-    if place and place.manifest and not options.force:
-        if place.manifest.get("job") != job.identity():
-            raise occupied(store.full_name(place.url), True)
-        _log.info("%s already exists, with the same inputs and settings",
-                  store.full_name(place.url))
-        return _with_warnings(place.manifest)
+    return Job(recipe, paths, units, target, options, finished)
+
+
+def _run(job: Job) -> dict[str, Any]:
+    """Run a job; returns the existing manifest, without work, if its output is there."""
+    options = job.options
     if job.is_there():
         # Another process has finished this job in the meantime, or the command was repeated.
         _log.info("%s already exists, with the same inputs and settings", job.target)
         return _with_warnings(job.read_manifest())
     job.check_target()
     if job.finished is not None:
-        check_columns(job.finished, recipe.sparse)
-    check_first_rows(recipe, units, options.max_bad)
+        check_columns(job.finished, job.recipe.sparse)
+    check_first_rows(job.recipe, job.units, options.max_bad)
     try:
         with (job.opened(), workers.local(job, options.num_workers - 1),
               workers.on_ray(job, options.num_ray_workers)):
