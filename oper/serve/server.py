@@ -25,7 +25,7 @@ from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
 from oper.serve.tracing import Tracer
-from oper.serve.worker import ACCEPT, READY, WorkerJob, run_worker
+from oper.serve.worker import ACCEPT, READY, run_worker
 from oper.support.processes import allocator_settings, trim_memory
 
 log = logging.getLogger("oper.serve")
@@ -384,9 +384,9 @@ class Server:
         ours, theirs = socket.socketpair()
         opener = (self.model.opener() if hasattr(self.model, "opener")
                   else partial(_itself, self.model))
-        job = WorkerJob(opener, self.options, self._shared, place, self._listener)
-        process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
-                                        name="oper-worker")
+        process = self._context.Process(
+            target=run_worker, daemon=True, name="oper-worker",
+            args=(theirs, self._listener, opener, self.options, self._shared, place))
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the
         # resource tracker first, since starting it unblocks these signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from oper.serve.app import App
 from oper.serve.connection import Connection
@@ -37,27 +36,18 @@ _BUSY_S = 1.0  # for so long further ones do not wait
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJob:
-    """A worker's arguments.
+def run_worker(control: socket.socket, listener: socket.socket, opener: Callable[[], Predictor],
+               options: ServeOptions, shared: Shared, place: int) -> None:
+    """Run a worker process until the supervisor closes its end of `control`.
 
-    Attributes:
+    Args:
+        control: the socket to the supervisor.
+        listener: the socket from which all workers accept connections.
         opener: creates the predictor.
         options: options of the server.
         shared: the memory that all workers share with the supervisor.
         place: index of this worker in `shared`.
-        listener: the socket from which all workers accept connections.
     """
-
-    opener: Callable[[], Predictor]
-    options: ServeOptions
-    shared: Shared
-    place: int
-    listener: socket.socket
-
-
-def run_worker(control: socket.socket, job: WorkerJob) -> None:
-    """Run a worker process until the supervisor closes its end of `control`."""
     os.setsid()
     for number in OURS:
         signal.signal(number, signal.SIG_IGN)
@@ -68,9 +58,9 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # every connection needs a file descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    torch.set_num_threads(job.options.threads)
-    predictor = job.opener()
-    worker = _Worker(control, job, predictor)
+    torch.set_num_threads(options.threads)
+    predictor = opener()
+    worker = _Worker(control, listener, options, shared, place, predictor)
     # Objects that exist now live as long as the process: exempt them from garbage collection, which
     # would take milliseconds each time.
     gc.collect()
@@ -87,14 +77,15 @@ class _Worker:
     ready sockets and scoring one batch. Requests that arrive during scoring form the next batch,
     and no hand-over between threads is needed."""
 
-    def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
-        self.options, self.connections = job.options, set[Connection]()
-        self._control, self._listener = control, job.listener
-        self._app = App(predictor, job.options, job.shared, job.place, self._plan)
+    def __init__(self, control: socket.socket, listener: socket.socket, options: ServeOptions,
+                 shared: Shared, place: int, predictor: Predictor) -> None:
+        self.options, self.connections = options, set[Connection]()
+        self._control, self._listener = control, listener
+        self._app = App(predictor, options, shared, place, self._plan)
         self._batcher = self._app.batcher
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
         # Open connections of all workers; -1 = the worker accepts none.
-        self._counts, self._place = job.shared.workers()["connections"], job.place
+        self._counts, self._place = shared.workers()["connections"], place
         self._most = float("inf")  # connections beyond it are closed after their next answer
         self._leaving = 0  # connections that close after the answer being written
         self._others_busy_until = 0.0

@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -78,7 +77,7 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         goes_on or config.checkpoint_every or config.start) else None
     with _peer_errors(engine):
         if goes_on and checkpoints:
-            done = checkpoints.load()
+            engine.num_steps = done = checkpoints.load()
             if rank == 0:
                 cut_metrics(out / METRICS, done, _validates(config, done, total))
         else:
@@ -94,8 +93,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     with _peer_errors(engine), metrics as log:
         tracing = _traced(engine, config, done)
         with checkpoints or contextlib.nullcontext(), tracing or contextlib.nullcontext():
-            steps, interrupted = _run(engine, config, task, log, show_progress,
-                                      _Start(done, total, checkpoints, tracing))
+            steps, interrupted = _run(engine, config, task, log, show_progress, checkpoints,
+                                      tracing)
             if tracing:
                 _write(tracing)
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
@@ -112,14 +111,13 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
 
 
 def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
-         begin: _Start) -> tuple[int, bool]:
-    """Run the remaining steps of all epochs.
+         checkpoints: Checkpoints | None, tracing: Trace | None) -> tuple[int, bool]:
+    """Run the steps of all epochs after the engine's ``num_steps``.
 
     Returns:
         The number of steps so far, and whether an interrupt stopped the run.
     """
-    done, total, checkpoints = begin.done, begin.total, begin.checkpoints
-    engine.num_steps = done
+    done, total = engine.num_steps, _total(config, task)
     if done and _validates(config, done, total):  # the earlier run may have ended before this
         log.write("valid", step=done, **task.evaluate(engine, show_progress))
     meter = _Meter(engine)
@@ -134,8 +132,8 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
             task.before_step(engine, step - 1, total)
             loss, _ = engine.step(batch)
             done = step
-            if begin.tracing and step == config.traced[1]:
-                _write(begin.tracing)
+            if tracing and step == config.traced[1]:
+                _write(tracing)
             meter.add(loss, num_samples)
             bar.update()
             if step % config.log_every == 0 or step == total:
@@ -193,16 +191,6 @@ def _write(tracing: Trace) -> None:
         raise
     except OSError as error:
         warnings.warn(f"the trace is not written: {error}", stacklevel=2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Steps done before, total steps, checkpoints and trace of a run."""
-
-    done: int
-    total: int
-    checkpoints: Checkpoints | None
-    tracing: Trace | None
 
 
 class _Meter:
