@@ -1,4 +1,4 @@
-"""NumPy arrays in a job's work files, and conversions between NumPy and Arrow arrays."""
+"""Arrays in a job's work files, and conversions between NumPy and Arrow arrays."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ import numpy as np
 import pyarrow as pa
 
 
-def save(file: BinaryIO | Path, array: np.ndarray) -> None:
-    """Save an array like `numpy.save`; a failed write raises the system's OSError (disk full)."""
-    if isinstance(file, Path):
-        with file.open("wb") as opened:
-            save(opened, array)
-        return
-    array = np.ascontiguousarray(array)
-    np.lib.format.write_array_header_2_0(file, np.lib.format.header_data_from_array_1_0(array))
-    file.write(array.reshape(-1).view(np.uint8).data)
+def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
+    """Append columns, arrays [n], to a file as an Arrow stream; returns the position of its first
+    byte. NumPy's bytes (kind ``S``) keep their width."""
+    def array(x: Any) -> pa.Array:
+        if not isinstance(x, np.ndarray) or x.dtype.kind != "S":
+            return pa.array(x)
+        return pa.Array.from_buffers(pa.binary(x.itemsize), x.size,
+                                     [None, pa.py_buffer(x.tobytes())])
+
+    at = file.tell()
+    batch = pa.RecordBatch.from_arrays([array(x) for x in columns.values()], list(columns))
+    with pa.ipc.new_stream(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    return at
+
+
+def read_batch(path: Path, at: int = 0) -> pa.RecordBatch:
+    """Map the columns that `append_batch` has written at a position of a file into memory."""
+    with pa.memory_map(str(path)) as file:
+        file.seek(at)
+        return pa.ipc.open_stream(file).read_next_batch()
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -68,6 +80,10 @@ def as_numpy(array: pa.Array) -> np.ndarray:
 
     Binary values must not contain zero bytes.
     """
+    if pa.types.is_fixed_size_binary(array.type):
+        kind = np.dtype(f"S{array.type.byte_width}")
+        return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * kind.itemsize
+                             ) if len(array) else np.zeros(0, kind)
     if not pa.types.is_binary(array.type):
         return array.to_numpy(zero_copy_only=False)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from oper.data.arrays import as_numpy, read_header, save
+from oper.data.arrays import append_batch, as_numpy, lists, read_batch
 from oper.data.reading.derived import Derived
 from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import PageDropper
@@ -47,23 +45,19 @@ class Distinct:
     num_missing: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Coded:
-    """One column of a chunk of n rows: codes, integers [L], and bag lengths int32 [n] or None."""
-
-    codes: np.ndarray
-    lengths: np.ndarray | None
-
-
-def encode(ids: pa.Array, expected: int = 0) -> tuple[Coded, Distinct]:
+def encode(ids: pa.Array, expected: int = 0) -> tuple[np.ndarray | pa.ListArray, Distinct]:
     """Dictionary-encode a column of `Rows.sparse`; `expected` is the approximate number of distinct
-    values, 0 = unknown."""
-    lengths = None
+    values, 0 = unknown.
+
+    Returns:
+        Codes [n], or lists of codes, and the distinct values.
+    """
     if pa.types.is_list(ids.type):
-        lengths, ids = pc.list_value_length(ids).to_numpy(), ids.flatten()
+        codes, found = encode(ids.flatten(), expected)
+        return lists(pc.list_value_length(ids).to_numpy(), pa.array(codes)), found
     if pa.types.is_integer(ids.type):
         codes, distinct, counts = native.encode(*_integers(ids), expected)
-        return Coded(codes, lengths), Distinct(distinct, counts[1:], int(counts[0]))
+        return codes, Distinct(distinct, counts[1:], int(counts[0]))
     encoded = ids.dictionary_encode(null_encoding="mask")
     values = as_numpy(encoded.dictionary)
     order = np.argsort(values, kind="stable")
@@ -75,7 +69,7 @@ def encode(ids: pa.Array, expected: int = 0) -> tuple[Coded, Distinct]:
     raw = (pc.fill_null(codes, -1) if codes.null_count else codes).to_numpy(zero_copy_only=False)
     codes = place[raw + 1] if raw.size else place[:0]
     counts = np.bincount(codes, minlength=values.size + 1)
-    return Coded(codes, lengths), Distinct(values[order], counts[1:], int(counts[0]))
+    return codes, Distinct(values[order], counts[1:], int(counts[0]))
 
 
 def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
@@ -112,8 +106,8 @@ class Stage:
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the minutes since 1970 that have rows of a unit, and rows in each; int64 [K]."""
-        with (self._folder / f"{number:06d}.minutes").open("rb") as file:
-            return np.load(file), np.load(file)
+        minutes, rows = read_batch(self._folder / f"{number:06d}.minutes").columns
+        return minutes.to_numpy(), rows.to_numpy()
 
     def write(self, number: int, unit: Unit, max_bad: int) -> None:
         """Read a unit and write its files; raises FileFormatError above `max_bad` bad rows."""
@@ -135,9 +129,9 @@ class Stage:
                     minutes.append(rows.time // 60)
                 num_rows += rows.labels.size
         with (self._folder / f"{number:06d}.minutes").open("wb") as file:
-            every = np.concatenate(minutes) if minutes else np.zeros(0, np.int64)
-            for array in np.unique(every, return_counts=True):
-                save(file, array)
+            distinct = np.unique(np.concatenate([np.zeros(0, np.int64), *minutes]),
+                                 return_counts=True)
+            append_batch(file, dict(zip(("minutes", "rows"), distinct, strict=True)))
         self.note(f"{number:06d}.json", {
             "rows": num_rows, "bad": num_bad, "chunks": chunks,
             "unmatched": self._derived.unmatched,
@@ -164,21 +158,17 @@ class Stage:
         offsets, places, missing, bags, kinds = [], [], [], [], []
         with (path.with_suffix(".rows").open("wb") as file,
               path.with_suffix(".distinct").open("wb") as values):
-            save(file, rows.labels)
-            save(file, np.zeros(0, np.int64) if rows.time is None else rows.time)
-            save(file, rows.dense)
+            append_batch(file, {
+                "label": rows.labels, **({} if rows.time is None else {"time": rows.time}),
+                **{f"dense {k}": x for k, x in enumerate(rows.dense)}})
             for column, ids in enumerate(rows.sparse):
-                coded, found = encode(ids, self._expected.get(column, 0))
+                codes, found = encode(ids, self._expected.get(column, 0))
                 self._expected[column] = found.values.size
-                offsets.append(file.tell())
-                save(file, coded.codes)
-                if coded.lengths is not None:
-                    save(file, coded.lengths)
-                places.append(values.tell())
-                save(values, found.values)
-                save(values, found.counts.astype(np.uint32))
+                offsets.append(append_batch(file, {"codes": codes}))
+                places.append(append_batch(values, {"values": found.values,
+                                                    "counts": found.counts.astype(np.uint32)}))
                 missing.append(found.num_missing)
-                bags.append(coded.lengths is not None)
+                bags.append(pa.types.is_list(ids.type))
                 kinds.append(found.values.dtype.kind if found.values.size else "")
         times = [] if rows.time is None or not rows.time.size else [
             int(rows.time.min()), int(rows.time.max())]
@@ -209,57 +199,24 @@ class Chunk:
 
     def distinct(self, column: int) -> Distinct:
         """Read a column's distinct values."""
-        file = self._arrays("distinct", self.about["distinct"][column])
-        return Distinct(file.next(), file.next().astype(np.int64), self.about["missing"][column])
+        values, counts = read_batch(self.path.with_suffix(".distinct"),
+                                    self.about["distinct"][column]).columns
+        return Distinct(as_numpy(values), counts.to_numpy().astype(np.int64),
+                        self.about["missing"][column])
 
-    def values(self, column: int) -> np.ndarray:
-        """Return only the `Distinct.values` that `distinct` would return."""
-        return self._arrays("distinct", self.about["distinct"][column]).next()
+    def numbers(self) -> pa.RecordBatch:
+        """Read ``label``, ``time`` (if the log has times) and ``dense 0``, ``dense 1``, ..., as in
+        `Rows`."""
+        return read_batch(self.path.with_suffix(".rows"))
 
-    def place(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return row indices in the unit (malformed rows skipped) and times in seconds, int64 [n].
-
-        The array of times is empty for a log without times.
-        """
-        file, first = self._arrays("rows"), self.about["first"]
-        file.next()
-        return np.arange(first, first + self.about["rows"]), file.next()
-
-    def codes(self, column: int) -> Coded:
-        """Read the codes of one column."""
-        file = self._arrays("rows", self.about["codes"][column])
-        return Coded(file.next(), file.next() if self.about["bags"][column] else None)
-
-    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Read labels [n] (see `Rows`) and dense columns float32 [D, n]."""
-        file = self._arrays("rows")
-        labels = file.next()
-        file.next()
-        return labels, file.next()
+    def codes(self, column: int) -> pa.Array:
+        """Read the codes of one column, or lists of codes."""
+        return read_batch(self.path.with_suffix(".rows"), self.about["codes"][column]).column(0)
 
     def drop(self) -> None:
         """Remove the files, once the rows are in the output."""
         for kind in ("rows", "distinct"):
             self.path.with_suffix(f".{kind}").unlink(missing_ok=True)
-
-    def _arrays(self, kind: str, at: int = 0) -> _Arrays:
-        return _Arrays(self.path.with_suffix(f".{kind}"), at)
-
-
-class _Arrays:
-    """Reads consecutive memory-mapped ``.npy`` arrays of a file, from byte `at` on."""
-
-    def __init__(self, path: Path, at: int) -> None:
-        with path.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._memory.seek(at)
-
-    def next(self) -> np.ndarray:
-        shape, _, dtype = read_header(self._memory)
-        at, count = self._memory.tell(), math.prod(shape)
-        self._memory.seek(at + count * dtype.itemsize)
-        found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)
-        return np.require(found, requirements="A")  # copies an array at an unaligned position
 
 
 _KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "strings"}

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from oper.data.arrays import lists, table_of
 from oper.data.folder import MAX_BUCKETS, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
-from oper.data.preprocessing.staging import Chunk, Coded, Distinct, Stage
+from oper.data.preprocessing.staging import Chunk, Distinct, Stage
 from oper.data.reading.pagecache import PageDropper
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
@@ -46,6 +47,18 @@ class Split:
     start: int
     span: int
     buckets: int
+
+    def places(self, chunk: Chunk, numbers: pa.RecordBatch, first_row: int) -> np.ndarray:
+        """Return the places of a chunk's rows, int64 [n].
+
+        Args:
+            chunk: the chunk.
+            numbers: its `Chunk.numbers`.
+            first_row: row number in the log of the first row of the chunk's unit.
+        """
+        if self.by == "time":
+            return numbers.column("time").to_numpy()
+        return np.arange(numbers.num_rows) + (chunk.about["first"] + first_row)
 
     def parts(self, place: np.ndarray) -> np.ndarray:
         """Map places [n] to parts, int8 [n]: 0 = train, 1 = valid, 2 = test."""
@@ -205,7 +218,7 @@ class Writer:
     def _between(self, ranges: Sequence[RowRange], first: int, last: int) -> list[RowRange]:
         found = []
         for x in ranges:
-            times = x.chunk.place()[1][x.start:x.stop]
+            times = x.chunk.numbers().column("time").to_numpy()[x.start:x.stop]
             start, stop = (x.start + int(k) for k in np.searchsorted(times, [first, last]))
             if start < stop:
                 found.append(replace(x, start=start, stop=stop))
@@ -230,35 +243,31 @@ class Writer:
 
     def _table(self, x: RowRange, first_row: int) -> pa.Table:
         """Make the output rows of a range, with the temporary column `_PART`."""
-        rows = slice(x.start, x.stop)
-        numbers, times = x.chunk.place()
-        place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
-        labels, dense = x.chunk.numbers()
+        numbers = x.chunk.numbers()
+        place = self.split.places(x.chunk, numbers, first_row)[x.start:x.stop]
+        numbers = numbers.slice(x.start, x.stop - x.start)
         columns: dict[str, Any] = {
-            self.recipe.label: labels[rows], self.recipe.bucket_column: self.split.bucket(place)}
-        columns.update(zip(self.recipe.dense, dense[:, rows], strict=True))
-        for k, name in enumerate(self.recipe.sparse):
-            columns[name] = self._ids(x, k, name)
+            self.recipe.label: numbers.column("label"),
+            self.recipe.bucket_column: self.split.bucket(place),
+            **{name: numbers.column(f"dense {k}") for k, name in enumerate(self.recipe.dense)},
+            **{name: self._ids(x, k, name) for k, name in enumerate(self.recipe.sparse)}}
         if self.recipe.time:
-            columns[self.recipe.time] = times[rows]
+            columns[self.recipe.time] = numbers.column("time")
         columns[_PART] = self.split.parts(place)
         return table_of(columns)
 
     def _ids(self, x: RowRange, k: int, name: str) -> Any:
         """Look up the ids of the k-th sparse column: int32 (raw ids int64), or lists of these."""
-        coded, values = x.chunk.codes(k), x.chunk.values(k)
-        codes, lengths = coded.codes[x.start:x.stop], None
-        if coded.lengths is not None:
-            begin = int(coded.lengths[:x.start].sum())
-            lengths = coded.lengths[x.start:x.stop]
-            codes = coded.codes[begin:begin + int(lengths.sum())]
+        coded = x.chunk.codes(k).slice(x.start, x.stop - x.start)
+        is_list, values = pa.types.is_list(coded.type), x.chunk.distinct(k).values
+        codes = (coded.flatten() if is_list else coded).to_numpy()
         if codes.size * 4 < values.size:  # a short range: look up only the values in it
             there, codes = np.unique(codes, return_inverse=True)
             ids = self.vocabulary(name).lookup(values[there[there > 0] - 1])
             ids = ids if there.size and there[0] == 0 else ids[1:]
         else:
             ids = self.vocabulary(name).lookup(values)
-        return _as_column(Coded(codes, lengths), ids)
+        return lists(pc.list_value_length(coded).to_numpy(), ids[codes]) if is_list else ids[codes]
 
 
 def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
@@ -267,11 +276,6 @@ def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
     if at[-1] - at[0] + 1 == at.size:
         return table.slice(int(at[0]), at.size)
     return table.filter(pa.array(keep))
-
-
-def _as_column(coded: Coded, ids: np.ndarray) -> Any:
-    found = ids[coded.codes]
-    return found if coded.lengths is None else lists(coded.lengths, found)
 
 
 class PartWriter:
@@ -370,11 +374,11 @@ def train_values(chunk: Chunk, split: Split, first_row: int, column: int) -> Dis
         return found
     counts = np.zeros(1, np.int64)  # by code; codes past the end do not occur
     if low < split.first_valid:
-        rows, times = chunk.place()
-        keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
-        coded = chunk.codes(column)
-        if coded.lengths is not None:
-            keep = np.repeat(keep, coded.lengths)
-        counts = np.bincount(coded.codes[keep], minlength=1)  # all bags of the rows may be empty
+        keep = split.places(chunk, chunk.numbers(), first_row) < split.first_valid
+        codes = chunk.codes(column)
+        if pa.types.is_list(codes.type):
+            keep = np.repeat(keep, pc.list_value_length(codes).to_numpy())
+            codes = codes.flatten()
+        counts = np.bincount(codes.to_numpy()[keep], minlength=1)  # all bags may be empty
     some = counts[1:] > 0
     return Distinct(found.values[:some.size][some], counts[1:][some], int(counts[0]))

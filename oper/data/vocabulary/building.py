@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.data.arrays import save
 from oper.data.generate.ids import mix64
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
@@ -354,4 +353,4 @@ def write_parts(folder: Path, parts: Parts, count: int) -> None:
             opened.close()
     if not files:
         for name, kind in (("values", np.int64), ("ids", np.int32), ("counts", np.int64)):
-            save(folder / f"{name}.npy", np.zeros(0, kind))
+            np.save(folder / f"{name}.npy", np.zeros(0, kind))

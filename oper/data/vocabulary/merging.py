@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.data.arrays import save
+from oper.data.arrays import append_batch, as_numpy, read_batch
 from oper.errors import InvalidInputError
 from oper.support.native import merge_counts
 
@@ -28,7 +28,7 @@ class RunMerger:
         """Start without runs; those beyond `memory_bytes` are spilled to files in `folder`."""
         self._folder, self._memory = folder, memory_bytes
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
-        self._spilled: list[tuple[Path, Path]] = []
+        self._spilled: list[Path] = []
         self._dtype: np.dtype[Any] | None = None
 
     def add(self, values: np.ndarray, counts: np.ndarray) -> None:
@@ -56,11 +56,10 @@ class RunMerger:
     def _spill(self) -> None:
         values, counts = merge_counts(self._runs)
         self._runs = []
-        paths = (self._folder / f"run{len(self._spilled)}.values.npy",
-                 self._folder / f"run{len(self._spilled)}.counts.npy")
-        save(paths[0], values)
-        save(paths[1], counts)
-        self._spilled.append(paths)
+        path = self._folder / f"{len(self._spilled)}.run"
+        with path.open("wb") as file:
+            append_batch(file, {"values": values, "counts": counts})
+        self._spilled.append(path)
 
     def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield all distinct values in ascending order with their counts; may be called repeatedly.
@@ -86,12 +85,11 @@ class RunMerger:
         count = len(self._spilled)
         step = max(1, _SLICE // (4 * count))
 
-        def load() -> list[tuple[np.ndarray, np.ndarray]]:
-            return [(np.load(v, mmap_mode="r"), np.load(c, mmap_mode="r"))
-                    for v, c in self._spilled]
+        def load() -> list[list[np.ndarray]]:
+            return [[as_numpy(x) for x in read_batch(path).columns] for path in self._spilled]
 
         # Between two adjacent sampled values, each run has at most `step` entries.
-        sampled = np.sort(np.concatenate([np.asarray(v[::step]) for v, _ in load()]))
+        sampled = np.sort(np.concatenate([v[::step] for v, _ in load()]))
         bounds = sampled[max(1, _SLICE // step - count)::max(1, _SLICE // step - count)]
         ends = [0] * count
         for k in range(bounds.size + 1):
@@ -108,7 +106,6 @@ class RunMerger:
 
     def close(self) -> None:
         """Remove the files of spilled runs."""
-        for pair in self._spilled:
-            for path in pair:
-                path.unlink(missing_ok=True)
+        for path in self._spilled:
+            path.unlink(missing_ok=True)
         self._spilled = []
