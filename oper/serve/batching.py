@@ -100,9 +100,8 @@ class Batcher:
 
     def turn(self) -> None:
         """Score one batch of queued requests and call their `done`."""
-        live, now = self._next_batch(), time.monotonic()
-        if live:
-            self._score(live, now)
+        if live := self._next_batch():
+            self._score(live)
 
     def _next_batch(self) -> list[PendingRequest]:
         """Remove the next batch from the queue, oldest request first. Requests whose deadline has
@@ -131,7 +130,8 @@ class Batcher:
             until = min(until, pending.deadline)
         return batch
 
-    def _score(self, live: list[PendingRequest], begin: float) -> None:
+    def _score(self, live: list[PendingRequest]) -> None:
+        begin = time.monotonic()
         joined = join([p.request for p in live])
         if not getattr(self._predictor, "shares_bags", False):
             joined = joined.expanded()
@@ -147,7 +147,7 @@ class Batcher:
         except Exception as error:
             if len(live) > 1:
                 for pending in live:
-                    self._score([pending], time.monotonic())
+                    self._score([pending])
                 return
             live[0].error = error
             live[0].done(live[0])

@@ -156,11 +156,11 @@ def test_one_concept_without_causes_is_multvae(training: bool, sampled: bool) ->
 
 def test_bags_are_the_dense_product_with_the_multi_hot() -> None:
     batch = histories(empty=True)
-    bags = ItemBags("t", NUM_ITEMS, 8, 3, "cpu")
+    bags = ItemBags(NUM_ITEMS, 8, 3, "cpu")
     weights = torch.rand(3, batch.items.numel())
     out = bags(batch.items, batch.lengths, weights)
     row = torch.repeat_interleave(torch.arange(9), batch.lengths)
-    table = bags.bags.state_dict()["embedding_bags.t.weight"]
+    table = bags.bags.state_dict()["embedding_bags.item_in.weight"]
     for k in range(3):
         dense = torch.zeros(9, NUM_ITEMS)
         dense[row, batch.items] = weights[k]

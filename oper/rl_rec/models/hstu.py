@@ -142,14 +142,6 @@ class Layer(nn.Module):
         return bias.unsqueeze(1)
 
 
-class Past(NamedTuple):
-    """Histories encoded by the network."""
-
-    states: torch.Tensor         # float [B, T, D], output of the last layer
-    memory: list[Memory]         # keys and values of each layer
-    bucket: torch.Tensor | None  # int64 [B, T, T], time buckets, see `HSTU._buckets`
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryCache:
     """Encoded histories of B users, for ranking any number of candidates.
@@ -237,11 +229,16 @@ class HSTU(NextItem):
     # ---- the network ----
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self._past(items, times).states)
+        out: torch.Tensor = self.norm(self._past(items, times)[0])
         return out
 
-    def _past(self, items: torch.Tensor, times: torch.Tensor | None) -> Past:
-        """Encode histories, given the arguments of `outputs`; T = P + 1 tokens."""
+    def _past(self, items: torch.Tensor, times: torch.Tensor | None
+              ) -> tuple[torch.Tensor, list[Memory], torch.Tensor | None]:
+        """Encode histories, given the arguments of `outputs`; T = P + 1 tokens.
+
+        Returns the output of the last layer, float [B, T, D], keys and values of each layer, and
+        the result of `_buckets`.
+        """
         x = self.dropout(self.with_start(items))
         place = torch.arange(x.shape[1], device=x.device)
         distance = (place[:, None] - place).unsqueeze(0)
@@ -251,7 +248,7 @@ class HSTU(NextItem):
         for layer in self.layers:
             x, own = layer(x, relation)
             memory.append(own)
-        return Past(x, memory, bucket)
+        return x, memory, bucket
 
     def _buckets(self, times: torch.Tensor | None) -> torch.Tensor | None:
         """Return the bucket of ``max(0, t_i - t_j)``, [B, P + 1, P + 1], given times [B, P]."""
@@ -274,15 +271,15 @@ class HSTU(NextItem):
         """See `NextItem.losses`; with the additional term ``reward`` if `rank_weight` > 0."""
         if not self.config.rank_weight:
             return super().losses(batch, rows, drawn)
-        past = self._past(*self.inputs(rows, batch, -1))
-        action = self.action_loss(self.norm(past.states), batch, rows, drawn)
+        states, memory, buckets = self._past(*self.inputs(rows, batch, -1))
+        action = self.action_loss(self.norm(states), batch, rows, drawn)
         # The k-th item as a candidate: after the start and the k - 1 items before it, at the time
         # of the last of these items.
         candidates = padded(rows, batch.lengths)
         count = candidates.shape[1]
         place = torch.arange(1, count + 1, device=rows.device).unsqueeze(0)
-        bucket = None if past.bucket is None else past.bucket[:, :count]
-        logits = unpadded(self._logits(candidates, HistoryCache(past.memory, place, bucket)),
+        bucket = None if buckets is None else buckets[:, :count]
+        logits = unpadded(self._logits(candidates, HistoryCache(memory, place, bucket)),
                           batch.lengths)
         steps = batch.is_step
         reward = F.binary_cross_entropy_with_logits(logits[steps], batch.rewards[steps],
@@ -313,10 +310,10 @@ class HSTU(NextItem):
                 "cannot rank candidates", "rank_weight", self.config.rank_weight,
                 "> 0 in a model that was trained to rank", "set model.rank_weight and train")
         recent, items, times = self.recent(histories)
-        past = self._past(items, times)
+        _, memory, buckets = self._past(items, times)
         users = torch.arange(recent.num_users, device=items.device)
-        bucket = None if past.bucket is None else past.bucket[users, recent.lengths].unsqueeze(1)
-        return HistoryCache(past.memory, recent.lengths.unsqueeze(-1) + 1, bucket)
+        bucket = None if buckets is None else buckets[users, recent.lengths].unsqueeze(1)
+        return HistoryCache(memory, recent.lengths.unsqueeze(-1) + 1, bucket)
 
     def rewards(self, cache: HistoryCache, items: torch.Tensor) -> torch.Tensor:
         """Estimate the rewards, float [B, n] in 0..1, of each user's candidates int64 [B, n].

@@ -196,10 +196,10 @@ class CaDVAE(Recommender):
         known = concepts or Concepts()
         k, self.num_items, self.anneal = c.num_concepts, num_items, 1.0
         _check(known, num_items, k)
-        self.item_in = ItemBags("item_in", num_items, c.hidden, k, device)
+        self.item_in = ItemBags(num_items, c.hidden, k, device)
         self.bias = nn.Parameter(torch.zeros(c.hidden))
         self.posterior = nn.Linear(c.hidden, 2 * c.dim)
-        self.item_out = ItemRows("item_out", num_items, c.dim, device)
+        self.item_out = ItemRows(num_items, c.dim, device)
         self.register_buffer("shares", None if known.shares is None else known.shares.float())
         self.prototypes = nn.Parameter(torch.randn(k, c.dim)) if known.shares is None else None
         self.register_buffer("label_mean", known.label_mean)

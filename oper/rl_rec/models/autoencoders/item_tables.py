@@ -18,26 +18,25 @@ from oper.rl_rec.models.base import Histories, NegativeSampler, item_table
 
 
 class ItemBags(nn.Module):
-    """K weighted sums over the same items of one table: ``y_k = sum_i w_{k,i} W[i]``.
+    """K weighted sums over the same items of one table, ``item_in``: ``y_k = sum_i w_{k,i} W[i]``.
 
     The module is an ``EmbeddingBagCollection`` with K features on one table and per-sample weights.
     It is the first layer of an autoencoder, the product of W and K weighted multi-hot vectors.
 
     Args:
-        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns H.
         num_sets: K.
         device: ``"cpu"``, or ``"meta"`` for a table that `oper.shard` initialises shard by shard.
     """
 
-    def __init__(self, name: str, num_items: int, dim: int, num_sets: int, device: str) -> None:
+    def __init__(self, num_items: int, dim: int, num_sets: int, device: str) -> None:
         super().__init__()
-        self.features = [f"{name}{k}" for k in range(num_sets)]
+        self.features = [f"item_in{k}" for k in range(num_sets)]
         # Glorot and Bengio 2010, as in MultVAE: the sum over a row of the multi-hot has variance
         # about 1 / dim.
         self.bags = EmbeddingBagCollection(
-            [EmbeddingBagConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
+            [EmbeddingBagConfig(name="item_in", num_embeddings=num_items, embedding_dim=dim,
                                 feature_names=self.features,
                                 init_fn=partial(nn.init.normal_,
                                                 std=math.sqrt(2 / (num_items + dim))))],
@@ -58,19 +57,17 @@ class ItemBags(nn.Module):
 
 
 class ItemRows(nn.Module):
-    """Looks up rows of items in an ``EmbeddingCollection``.
+    """Looks up rows of items in an ``EmbeddingCollection`` with the table ``item_out``.
 
     Args:
-        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns d.
         device: see `ItemBags`.
     """
 
-    def __init__(self, name: str, num_items: int, dim: int, device: str) -> None:
+    def __init__(self, num_items: int, dim: int, device: str) -> None:
         super().__init__()
-        self.feature = name
-        self.rows = item_table({name: [name]}, num_items, dim, device,
+        self.rows = item_table({"item_out": ["item_out"]}, num_items, dim, device,
                                math.sqrt(2 / (num_items + dim)))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
@@ -81,11 +78,11 @@ class ItemRows(nn.Module):
         """
         at = torch.arange(samples, device=items.device)
         lengths = items.numel() // samples + (at < items.numel() % samples).long()
-        return KeyedJaggedTensor([self.feature], items, stride=samples, lengths=lengths)
+        return KeyedJaggedTensor(["item_out"], items, stride=samples, lengths=lengths)
 
     def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
         """Look up items int64 [n]; returns rows float32 [n, d]."""
-        return self.rows(self.lookups(items, samples))[self.feature].values()
+        return self.rows(self.lookups(items, samples))["item_out"].values()
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:

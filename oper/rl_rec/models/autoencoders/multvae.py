@@ -75,12 +75,12 @@ class MultVAE(Recommender):
         c = self.config = config or MultVAEConfig()
         self.num_items, self.beta = num_items, c.beta
         width = c.decoder_hidden or c.dim
-        self.item_in = ItemBags("item_in", num_items, c.hidden, 1, device)
+        self.item_in = ItemBags(num_items, c.hidden, 1, device)
         self.bias = nn.Parameter(torch.zeros(c.hidden))
         self.posterior = nn.Linear(c.hidden, 2 * c.dim)
         self.decoder = (nn.Sequential(nn.Linear(c.dim, width), nn.Tanh()) if c.decoder_hidden
                         else nn.Identity())
-        self.item_out = ItemRows("item_out", num_items, width + int(c.item_bias), device)
+        self.item_out = ItemRows(num_items, width + int(c.item_bias), device)
 
     def infer(self, items: torch.Tensor, lengths: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,7 @@ class Encoder(nn.Module):
     def __init__(self, num_items: int, config: RecVAEConfig) -> None:
         super().__init__()
         width = config.hidden
-        self.bags = ItemBags("item_in", num_items, width, 1, "cpu")
+        self.bags = ItemBags(num_items, width, 1, "cpu")
         self.bias = nn.Parameter(torch.zeros(width))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
         self.norms = nn.ModuleList(nn.LayerNorm(width, eps=0.1) for _ in range(5))
@@ -95,7 +95,7 @@ class RecVAE(Recommender):
         self.config, self.num_items, self.trains_decoder = config, num_items, False
         self.encoder = Encoder(num_items, config)
         self.old = copy.deepcopy(self.encoder).requires_grad_(False)
-        self.item_out = ItemRows("item_out", num_items, config.dim + 1, "cpu")
+        self.item_out = ItemRows(num_items, config.dim + 1, "cpu")
 
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss, float32 [], and its terms ``nll`` and ``kl``."""
