@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,14 +156,15 @@ def table_optimizer(config: OptimizerConfig) -> Optimizer:
     return make(lr=config.tables_lr, **{n: getattr(config, f"tables_{n}") for n in options})
 
 
-def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequence[str] = ()
-                  ) -> Engine:
+def with_torchrec(model: nn.Module, config: TrainConfig,
+                  sharding_types: Callable[[Any], list[str] | None] | None = None) -> Engine:
     """Shard a model by TorchRec's planner and ``DistributedModelParallel``. Collective.
 
     Args:
         model: the unsharded model.
         config: the run's configuration.
-        sharding_types: sharding types that TorchRec's planner may choose; empty = all.
+        sharding_types: returns the sharding types that TorchRec's planner may choose for a table's
+            configuration, None for all; None = all for every table.
     """
     from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.planner import ParameterConstraints
@@ -175,8 +176,8 @@ def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequenc
     initial = None if config.tables_on == "meta" else model.state_dict()
     sharded, _ = shard_by_torchrec(
         model, rule, arguments, config.batch_size,
-        (lambda table: ParameterConstraints(sharding_types=list(sharding_types)))
-        if sharding_types else None)
+        None if sharding_types is None else
+        lambda table: ParameterConstraints(sharding_types=sharding_types(table)))
     if initial is not None:  # TorchRec initialises tables anew; use the same weights as other runs
         sharded.load_state_dict(initial)
     left = unfused_tables(sharded)

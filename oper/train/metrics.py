@@ -67,7 +67,8 @@ class BinaryMetrics:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Concatenate all ranks' 1-d tensors in rank order. Collective in the default group."""
+    """Concatenate all ranks' tensors along dimension 0 in rank order. Collective in the default
+    group."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

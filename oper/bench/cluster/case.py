@@ -7,16 +7,17 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from oper.bench.cluster.constants import limit, measured_topology
+from oper.bench.cluster.constants import limit
 from oper.bench.cluster.contenders import (
     IN_PARTS,
+    ClusterRun,
     Contender,
     Planned,
     plan_all,
@@ -25,17 +26,16 @@ from oper.bench.cluster.contenders import (
 from oper.bench.cluster.network import INTERFACE, Links, WithWorkload, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, median_phases, over, paired
-from oper.bench.core.planning import gather, joint, joint_stats, slowest
+from oper.bench.core.measure import median_phases, over, paired
+from oper.bench.core.planning import gather, slowest
 from oper.bench.core.workload import Workload
-from oper.bench.tables.sides import Side, make_collection, make_dlrm
-from oper.bench.tables.torchrec_peer import BagsOnly
+from oper.bench.tables.sides import Dense, Side
 from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
-from oper.train.model import ranks
+from oper.train.metrics import gather_rows
 
 HEADER_BYTES = 66  # headers of a packet: Ethernet, IPv4 and TCP with time stamps
 _SCREENED_STEPS = 3
@@ -86,22 +86,19 @@ class _Unsharded:
 
 @functools.lru_cache(maxsize=1)
 def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
-    checks = Checks.make(work, *ranks())
+    checks = Checks(work)
     if checks.rank:
         return _Unsharded(checks, None)
-    collection = make_collection(work, "cpu")
-    return _Unsharded(checks, Reference(make_dlrm(work, collection), checks) if whole_model
-                      else KeptReference(BagsOnly(collection), checks))
+    return _Unsharded(checks, Reference(checks, Dense()) if whole_model else KeptReference(checks))
 
 
-class _Runner(Run):
+class _Runner(ClusterRun):
     """Measures a `Case`; `sides` are the contenders that are open."""
 
     def __init__(self, case: Case, progress: Progress) -> None:
         super().__init__(case, progress)
-        self.links, self.trains = case.links, case.objective == "training"
+        self.trains = case.objective == "training"
         self.sides: dict[str, Side] = {}
-        self.given: list[Any] = []  # the timed batches
         self.machine: dict[str, Any] = {}  # machine description for TorchRec's planner
 
     @property
@@ -111,22 +108,16 @@ class _Runner(Run):
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()
-        self.say("measuring the links")
         num_bytes = sum(t.num_bytes for t in self.work.tables())
-        memory = int(num_bytes * self.case.memory_share) if self.case.memory_share else None
-        topology, measured = measured_topology(self.links, self.case.constants, memory)
-        self.say("drawing batches")
-        self.given = self.batches()
-        stats = joint_stats(self.work, self.case.num_stats_batches)
+        self.prepare(int(num_bytes * self.case.memory_share) if self.case.memory_share else None)
         self.say("planning, OPER and its peers")
         planned_s = time.perf_counter()
         problem = make_problem(
-            self.work.tables(), stats, topology, objective=self.case.objective,
+            self.work.tables(), self.stats, self.topology, objective=self.case.objective,
             batch_size=self.work.batch_size // self.world_size) if self.rank == 0 else None
-        planned: Planned = gather(plan_all(problem, self.work, self.links, topology,
-                                           self.case.whole_model) if problem else None)[0]
+        planned: Planned = gather(plan_all(problem, self.case.whole_model) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
-        every, self.machine = planned.contenders, planner_machine(self.links, topology)
+        every, self.machine = planned.contenders, planner_machine(self.links, self.topology)
         screened = self._screen(every, planned, problem)
         seconds, phases = self._time(screened)
         sent: dict[str, Any] = {"bytes_ratio": None, "bytes_ratio_without_headers": None}
@@ -134,21 +125,19 @@ class _Runner(Run):
             # The simulator does not cover the exchange of dense gradients.
             plan = every[0].plan
             assert plan is not None
-            sent = bytes_of_step(self, self.links, self._call(self.sides["oper"]), plan,
-                                 self.trains)
+            sent = bytes_of_step(self, self._call(self.sides["oper"]), plan, self.trains)
         dropped = num_dropped(self.links) if self.rank == 0 else 0
         if self.rank:
             return {}
-        entry = self._figures(every, screened, seconds, planned)
         return {
-            **entry, **sent, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
-            "binding": planned.binding, "left_out": planned.left_out, "measured": measured,
-            "dropped_packets": dropped, "links": asdict(self.links),
-            "workload": asdict(self.work), "whole_model": self.case.whole_model,
-            "constants": topology.source, "num_batches": self.case.num_batches,
+            **self._figures(every, screened, seconds, planned), **sent, **self.about(),
+            "objective": self.case.objective, "oper_phases_ms": phases,
+            "predicted_phases_ms": planned.phases_ms, "binding": planned.binding,
+            "left_out": planned.left_out, "dropped_packets": dropped,
+            "whole_model": self.case.whole_model, "constants": self.topology.source,
+            "num_batches": self.case.num_batches,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
-            "seconds": round(time.perf_counter() - begin, 1),
-            "other_busy_cores": self.others[""]}
+            "seconds": round(time.perf_counter() - begin, 1)}
 
     # ---- verification ----------------------------------------------------------------------------
 
@@ -161,9 +150,8 @@ class _Runner(Run):
             if self.trains:
                 tables = side.tables
                 side.tables = tables if contender.name in ("oper", IN_PARTS) else None
-                found = verify([side], kept.checks, kept.reference, lambda text: None)
+                verdict = verify(side, kept.checks, kept.reference)
                 side.tables = tables
-                verdict = found.get(side.name, {})
             else:
                 verdict = self._compare_lookups(side)
             kept.verdicts[contender.key] = gather(verdict)[0]
@@ -173,7 +161,7 @@ class _Runner(Run):
     def _compare_lookups(self, side: Side) -> dict[str, Any]:
         verdict, kept = Verdict(), self.unsharded
         for step in range(len(kept.checks.ids)):
-            ours = joint(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
+            ours = gather_rows(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
             if kept.reference is not None:
                 verdict.compare("pooled", ours,
                                 kept.reference.step(step, torch.zeros_like(ours))[0])
@@ -299,8 +287,6 @@ class _Runner(Run):
         step_ms, parted, side = oper["executed_ms"], found.get(IN_PARTS), self.sides.get(IN_PARTS)
         bound = None if self.case.whole_model else planned.lower_bound_ms
         return {
-            "objective": self.case.objective,
-            "hosts": self.links.num_hosts, "in_grid": self.case.in_grid,
             "oper_step_ms": step_ms, "predicted_step_ms": oper["predicted_ms"],
             "torchrec_best": best, "torchrec_step_ms": best and found[best]["executed_ms"],
             "ratio_step": best and round(found[best]["executed_ms"] / step_ms, 4),
@@ -322,22 +308,21 @@ class _Runner(Run):
         gc.collect()
 
 
-def bytes_of_step(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains: bool
+def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, trains: bool
                   ) -> dict[str, Any]:
     """Return the bytes of a step under a plan: as counted by the network interfaces of all hosts,
     and as simulated. Ranks other than 0 return an empty dict. Collective.
 
     Args:
         run: the case's run.
-        links: the emulated cluster.
         step: makes step k under the plan.
         plan: the plan, for the simulation.
         trains: whether a step includes the backward pass and the update.
     """
-    hosts = sent_by_host(links, step)
+    hosts = sent_by_host(run.links, step)
     if run.rank:
         return {}
-    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, COUNTED_STEPS)))
+    simulated = float(np.mean(run.simulated_bytes(plan, run.links.host_of, trains, COUNTED_STEPS)))
     sent, packets = np.sum(hosts, axis=0)
     return {"counted_bytes": round(sent),
             "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),

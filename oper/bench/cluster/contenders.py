@@ -6,15 +6,16 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from oper.bench.cluster.constants import measured_topology
 from oper.bench.cluster.network import Links, WithWorkload
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
-from oper.bench.core.planning import gather
+from oper.bench.core.planning import gather, joint_stats, planned
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
     Dense,
@@ -32,6 +33,7 @@ from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
+from oper.stats import AccessStats
 from oper.topology import Topology
 from oper.train.model import ranks
 
@@ -92,7 +94,7 @@ class Contender:
         """
         if self.runtime == "torchrec":
             return build_torchrec(work, Dense() if whole_model else None,
-                                  self.name.removeprefix(_TORCHREC), ranks()[1], machine)
+                                  self.name.removeprefix(_TORCHREC), machine)
         if self.plan is None:
             return build_data_parallel(work), None
         if self.runtime == "oper in parts":
@@ -124,8 +126,7 @@ def placement_of(plan: Plan) -> Any:
     return tuple((t.table.name, t.pieces, t.head_ids.tobytes()) for t in plan.tables)
 
 
-def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
-             whole_model: bool) -> Planned:
+def plan_all(problem: Problem, whole_model: bool) -> Planned:
     """Make the contenders: the plan that ``oper plan`` chooses, peer planners' plans that fit into
     the memory, TorchRec, and DDP.
 
@@ -155,7 +156,7 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
     oper, *others = known.values()
     found.contenders = [oper, *(Contender(_TORCHREC + kind, "torchrec") for kind in CPU_PLAN_KINDS),
                         *others]
-    seconds = _dense_s(work, links, topology)
+    seconds = _dense_s(problem)
     if whole_model:
         found.contenders.append(Contender(IN_PARTS, "oper in parts", plan))
     elif problem.objective == "inference":
@@ -171,7 +172,7 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
 def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: Dense | None = None
                ) -> Side:
     """OPER's side of a workload under a plan, with the dense part `dense` if any. Collective."""
-    return build_oper(work, dense, plan, False, objective, _collection(work))[0]
+    return build_oper(work, dense, plan, objective, _collection(work))
 
 
 def build_in_parts(work: Workload, plan: Plan, num_parts: int) -> Side:
@@ -184,12 +185,45 @@ def build_in_parts(work: Workload, plan: Plan, num_parts: int) -> Side:
     return side
 
 
-class PlannedRun(Run):
-    """A `Run` that trains sides under several plans on the case's batches."""
+class ClusterRun(Run):
+    """A `Run` on an emulated cluster; `prepare` sets the attributes.
+
+    Attributes:
+        links: the case's links.
+        topology, measured: see `measured_topology`.
+        given: the timed batches.
+        stats: access statistics from other batches.
+    """
+
+    topology: Topology
+    measured: dict[str, Any]
+    stats: AccessStats
 
     def __init__(self, case: WithWorkload, progress: Progress) -> None:
         super().__init__(case, progress)
+        self.links = case.links
+        self.given: list[Any] = []
+
+    def prepare(self, memory_bytes: int | None = None) -> None:
+        """Measure the links, draw batches and collect statistics; `memory_bytes`: see
+        `measured_topology`. Collective."""
+        self.say("measuring the links")
+        self.topology, self.measured = measured_topology(self.links, self.case.constants,
+                                                         memory_bytes)
+        self.say("drawing batches")
         self.given = self.batches()
+        self.stats = joint_stats(self.work, self.case.num_stats_batches)
+
+    def plan(self, **options: Any) -> Plan:
+        """OPER's plan for training on `topology`, with options of `make_plan`. Collective."""
+        return planned(self.work, self.stats, "training", self.topology, **options)[0]
+
+    def about(self) -> dict[str, Any]:
+        """The items that all cases' entries have."""
+        return {"objective": "training", "hosts": self.links.num_hosts,
+                "in_grid": self.case.in_grid, "links": asdict(self.links),
+                "workload": asdict(self.work), "measured": self.measured,
+                "other_busy_cores": self.others.get("", self.others)}
 
     def side(self, plan: Plan) -> Side:
         """Build the tables under a plan. Collective."""
@@ -258,9 +292,9 @@ def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
             "inter_host_bw": mean[1], "ddr_mem_bw": mean[2]}
 
 
-def _dense_s(work: Workload, links: Links, topology: Topology) -> float:
+def _dense_s(problem: Problem) -> float:
     """Time (s) that a ring all-reduce of all tables keeps the slowest link busy."""
-    num_bytes = sum(t.num_bytes for t in work.tables())
-    slowest = min(d.cross_gbps * len(d.ranks) for d in topology.domains)
-    return 2 * (links.num_hosts - 1) / links.num_hosts * num_bytes / (slowest * 1e9)
+    num_bytes, hosts = sum(t.spec.num_bytes for t in problem.tables), problem.topology.num_hosts
+    slowest = min(d.cross_gbps * len(d.ranks) for d in problem.topology.domains)
+    return 2 * (hosts - 1) / hosts * num_bytes / (slowest * 1e9)
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from oper.bench.cluster.case import bytes_of_step
-from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import build_plan
+from oper.bench.cluster.constants import limit
+from oper.bench.cluster.contenders import ClusterRun
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, over, paired
-from oper.bench.core.planning import joint, joint_stats, planned
-from oper.bench.tables.sides import Side, make_collection
-from oper.bench.tables.torchrec_peer import BagsOnly
+from oper.bench.core.measure import over, paired
+from oper.bench.tables.sides import Side
 from oper.bench.tables.verify import Checks, Reference, verify
 from oper.plan import Plan
-from oper.train.model import ranks
+from oper.train.metrics import gather_rows
 
 EXACT, FEWER = "oper", "oper-fewer-bits"
 _ROUNDS = (6, 4)  # rounds, and steps per contender and round
@@ -42,26 +40,21 @@ class FewerBits(WithWorkload):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make, compare and time both plans; rank 0 returns the record's entry. Collective."""
-        progress("measuring the links")
-        topology, measured = measured_topology(self.links, self.constants)
-        run = Run(self, progress)
-        given, stats = run.batches(), joint_stats(self.work, self.num_stats_batches)
+        run = ClusterRun(self, progress)
+        run.prepare()
         progress("planning")
-        plans = {name: planned(self.work, stats, "training", topology, message_variance=budget)[0]
+        plans = {name: run.plan(message_variance=budget)
                  for name, budget in ((EXACT, None), (FEWER, self.message_variance))}
-        sides = {name: build_plan(self.work, plan) for name, plan in plans.items()}
-        run.set_gradient(sides.values(), given[0])
+        sides = {name: run.side(plan) for name, plan in plans.items()}
         progress("comparing answers, and the exact side with the unsharded model")
         limit(self.links, False)
-        checks = Checks.make(self.work, *ranks())
+        checks = Checks(self.work)
         error, largest = _rounding(sides, checks, plans[FEWER])
-        reference = Reference(BagsOnly(make_collection(self.work, "cpu")), checks) if (
-            run.rank == 0) else None
-        verdict = verify([sides[EXACT]], checks, reference, lambda text: None)
+        verdict = verify(sides[EXACT], checks, None if run.rank else Reference(checks))
         limit(self.links)
-        steps = {name: over(given, side.step) for name, side in sides.items()}
+        steps = {name: over(run.given, side.step) for name, side in sides.items()}
         times = run.time(steps, dist.barrier, rounds=_ROUNDS)
-        sent = {n: bytes_of_step(run, self.links, steps[n], plan, True)
+        sent = {n: bytes_of_step(run, steps[n], plan, True)
                 for n, plan in plans.items()}
         for side in sides.values():
             side.close()
@@ -76,14 +69,12 @@ class FewerBits(WithWorkload):
         found[FEWER]["over_oper"] = paired(times[FEWER], times[EXACT])
         bytes_of = {name: x["counted_bytes"] for name, x in found.items()}
         return {
-            "objective": "training", "hosts": self.links.num_hosts, "in_grid": self.in_grid,
-            "fewer_bytes": round(bytes_of[EXACT] / bytes_of[FEWER], 4),
+            **run.about(), "fewer_bytes": round(bytes_of[EXACT] / bytes_of[FEWER], 4),
             "fewer_bits_speedup": round(1 / found[FEWER]["over_oper"]["mean"], 4),
             "message_variance": plans[FEWER].notes["message_variance"],
             "answers_error": error, "largest_rounding": largest,
-            "verified": verdict["oper"]["passed"] and largest <= 1, "verification": verdict["oper"],
-            "contenders": found, "links": asdict(self.links), "workload": asdict(self.work),
-            "measured": measured, "other_busy_cores": run.others[""]}
+            "verified": verdict["passed"] and largest <= 1, "verification": verdict,
+            "contenders": found}
 
 
 def _rounding(sides: Mapping[str, Side], checks: Checks, plan: Plan) -> tuple[float, float]:
@@ -95,7 +86,7 @@ def _rounding(sides: Mapping[str, Side], checks: Checks, plan: Plan) -> tuple[fl
         of at most m, the limit is L m / 255 with 8 bits and L m / 15 with 4 bits: a step is at most
         2 m / 255 or 2 m / 15, and a number in an answer is off by at most half a step.
     """
-    ours, exact = (joint(sides[n].lookup(checks.batch(0, checks.rank).sparse_features))
+    ours, exact = (gather_rows(sides[n].lookup(checks.batch(0, checks.rank).sparse_features))
                    for n in (FEWER, EXACT))
     off, size, worst = (ours - exact).double(), len(checks.work.num_rows), 0.0
     tables = sides[EXACT].tables

@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import PlannedRun, largest_difference
+from oper.bench.cluster.contenders import ClusterRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import joint_stats, planned, slowest
+from oper.bench.core.planning import slowest
 from oper.bench.tables.sides import Side
-from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
-from oper.topology import Topology
 
 _WINDOW = 8  # steps
 _BEFORE = 4 * _WINDOW  # steps before the change
@@ -41,13 +39,12 @@ class LinkChange(WithWorkload):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, slow the link down and compare; rank 0 returns the record's entry. Collective."""
-        progress("measuring the links")
-        links, slower = self.links, replace(self.links, slow_host_share=self.share_after)
-        topology, measured = measured_topology(links, self.constants)
+        slower = replace(self.links, slow_host_share=self.share_after)
         begun = _Run(self, progress)
-        first = begun.plan(topology)
+        begun.prepare()
+        first = begun.plan()
         side = begun.side(first)
-        watch = Replanner(side.model, begun.stats, topology, WatchOptions(window=_WINDOW))
+        watch = Replanner(side.model, begun.stats, begun.topology, WatchOptions(window=_WINDOW))
         progress(f"{_BEFORE} steps, then host 0's link goes down to {self.share_after:g} of its "
                  "rate")
         early = begun.train(side, watch, _BEFORE)
@@ -60,8 +57,8 @@ class LinkChange(WithWorkload):
         error = largest_difference(side, begun.trained(first, len(begun.step_ms)))
         limit(slower)
         progress("comparing step times with those of a plan made for these links")
-        now, _ = measured_topology(slower, self.constants)
-        fresh = begun.side(begun.plan(now))
+        begun.topology, _ = measured_topology(slower, self.constants)
+        fresh = begun.side(begun.plan())
         both = {"moved": side, "fresh": fresh}
         times = begun.time({n: functools.partial(begun.step, s) for n, s in both.items()},
                            dist.barrier, rounds=_ROUNDS)
@@ -74,9 +71,7 @@ class LinkChange(WithWorkload):
         before_ms = statistics.median(steps[changed_at - 2 * _WINDOW:changed_at])
         slow_ms = statistics.median(steps[changed_at:moved_at])
         entry: dict[str, Any] = {
-            "objective": "training", "hosts": links.num_hosts, "in_grid": False,
-            "links": asdict(links), "workload": asdict(self.work), "measured": measured,
-            "share_after": self.share_after, "verified": error <= _TOLERANCE,
+            **begun.about(), "share_after": self.share_after, "verified": error <= _TOLERANCE,
             "largest_difference": error, "step_before_ms": round(before_ms, 2),
             "step_slow_ms": round(slow_ms, 2), "step_after_ms": round(after["moved"], 2),
             "step_fresh_ms": round(after["fresh"], 2),
@@ -98,17 +93,12 @@ class LinkChange(WithWorkload):
         return entry
 
 
-class _Run(PlannedRun):
+class _Run(ClusterRun):
     """A run that watches the links while it trains; `step_ms` has this rank's time of each step."""
 
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)
-        self.stats = joint_stats(self.work, case.num_stats_batches)
         self.step_ms: list[float] = []
-
-    def plan(self, topology: Topology) -> Plan:
-        """OPER's plan for a topology. Collective."""
-        return planned(self.work, self.stats, "training", topology)[0]
 
     def train(self, side: Side, watch: Replanner, num_steps: int,
               until: Callable[[Event], bool] = lambda event: False) -> list[Event]:

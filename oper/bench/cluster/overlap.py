@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from oper.bench.cluster.case import HEADER_BYTES, sent_by_host
-from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import build_in_parts, build_plan
+from oper.bench.cluster.constants import limit
+from oper.bench.cluster.contenders import ClusterRun, build_in_parts, build_plan
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run, over, paired
-from oper.bench.core.planning import gather, joint_stats, planned
-from oper.bench.tables.sides import Dense, Side, make_collection, make_dlrm
+from oper.bench.core.measure import over, paired
+from oper.bench.core.planning import gather
+from oper.bench.tables.sides import Dense, Side
 from oper.bench.tables.verify import Checks, Reference, verify
 
 WHOLE = "whole batches"
@@ -39,23 +39,21 @@ class Overlap(WithWorkload):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make, compare and time all sides; rank 0 returns the record's entry. Collective."""
-        progress("measuring the links")
-        topology, measured = measured_topology(self.links, self.constants)
-        run = Run(self, progress)
-        given, stats = run.batches(), joint_stats(self.work, self.num_stats_batches)
+        run = ClusterRun(self, progress)
+        run.prepare()
         progress("planning")
-        plan = planned(self.work, stats, "training", topology)[0]
+        plan = run.plan()
         progress("comparing with the unsharded model")
         limit(self.links, False)
-        checks = Checks.make(self.work, run.rank, run.world_size)
-        reference = None if run.rank else Reference(
-            make_dlrm(self.work, make_collection(self.work, "cpu")), checks)
+        checks = Checks(self.work)
+        reference = None if run.rank else Reference(checks, Dense())
         sides = {WHOLE: build_plan(self.work, plan, dense=Dense()), **{
             f"{n} micro-batch{'es' * (n > 1)}": build_in_parts(self.work, plan, n)
             for n in _PARTS}}
-        passed = all(self._verified(side, checks, reference) for side in sides.values())
-        unlimited, times = self._timed(run, sides, given)
-        sent = {name: sent_by_host(self.links, over(given, side.step))
+        passed = all([gather(verify(side, checks, reference).get("passed"))[0]
+                      for side in sides.values()])
+        unlimited, times = self._timed(run, sides)
+        sent = {name: sent_by_host(self.links, over(run.given, side.step))
                 for name, side in sides.items()}
         for side in sides.values():
             side.close()
@@ -65,7 +63,7 @@ class Overlap(WithWorkload):
         for name, seconds in times.items():
             payloads = [num_bytes - HEADER_BYTES * packets for num_bytes, packets in sent[name]]
             link_ms = max(8e-3 * x / rate for x, rate in zip(
-                payloads, measured["link_mbits"], strict=True))
+                payloads, run.measured["link_mbits"], strict=True))
             compute_ms = float(np.median(unlimited[name])) * 1e3
             found[name] = {
                 "executed_ms": round(float(np.median(seconds)) * 1e3, 3),
@@ -78,21 +76,18 @@ class Overlap(WithWorkload):
         whole_ms = found[WHOLE]["executed_ms"]
         best = min((x for n, x in found.items() if n != WHOLE), key=lambda x: x["executed_ms"])
         return {
-            "objective": "training", "hosts": self.links.num_hosts, "in_grid": False,
-            "overlap_ratio": round(whole_ms / best["executed_ms"], 4),
+            **run.about(), "overlap_ratio": round(whole_ms / best["executed_ms"], 4),
             "overlap_limit": round(whole_ms / min(
                 x["least_ms"] for n, x in found.items() if n != WHOLE), 4),
-            "verified": passed, "sides": found, "links": asdict(self.links),
-            "workload": asdict(self.work), "measured": measured, "other_busy_cores": run.others}
+            "verified": passed, "sides": found}
 
-    def _timed(self, run: Run, sides: Mapping[str, Side], given: Sequence[Any]
-               ) -> list[dict[str, np.ndarray]]:
+    def _timed(self, run: ClusterRun, sides: Mapping[str, Side]) -> list[dict[str, np.ndarray]]:
         """Times (s) of steps by side, on unlimited and on limited links. Collective."""
         found: dict[str, list[dict[str, np.ndarray]]] = {phase: [] for phase in _ROUNDS}
         busy: dict[str, list[float]] = {phase: [] for phase in _ROUNDS}
         for turn, phase in itertools.product(range(_TURNS), _ROUNDS):
-            at = turn * len(given) // _TURNS  # every turn has other batches
-            runs = {name: over([*given[at:], *given[:at]], side.step)
+            at = turn * len(run.given) // _TURNS  # every turn has other batches
+            runs = {name: over([*run.given[at:], *run.given[:at]], side.step)
                     for name, side in sides.items()}
             limit(self.links, phase == "limited")
             found[phase].append(run.time(runs, dist.barrier, phase, rounds=_ROUNDS[phase]))
@@ -100,7 +95,3 @@ class Overlap(WithWorkload):
         run.others = {phase: max(cores) for phase, cores in busy.items()}
         return [{name: np.concatenate([times[name] for times in turns]) for name in sides}
                 for turns in found.values()]
-
-    def _verified(self, side: Side, checks: Checks, reference: Reference | None) -> bool:
-        verdict = verify([side], checks, reference, lambda text: None)
-        return bool(gather(verdict.get(side.name, {}).get("passed"))[0])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import PlannedRun, largest_difference
+from oper.bench.cluster.constants import limit
+from oper.bench.cluster.contenders import ClusterRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import nothing, paired
-from oper.bench.core.planning import joint_stats, planned
 from oper.bench.tables.sides import Side
 
 _STEPS, _LEAST_ROUNDS = 32, 5  # timed steps of each side, and rounds
@@ -37,23 +36,19 @@ class ReplicaGroupsCase(WithWorkload):
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make the plans, compare rows and time steps; rank 0 returns the record's entry.
         Collective."""
-        progress("measuring the links")
-        links = self.links
-        topology, measured = measured_topology(links, self.constants)
-        run = PlannedRun(self, progress)
-        stats = joint_stats(self.work, self.num_stats_batches)
+        run = ClusterRun(self, progress)
+        run.prepare()
         options: dict[str, dict[str, int]] = {
             "groups": {}, "delayed": {"synchronize_delay": self.every},
             "rounded": {"synchronize_bits": 8}}
-        plans = {"one": planned(self.work, stats, "training", topology)[0], **{
-            name: planned(self.work, stats, "training", topology, synchronize_every=self.every,
-                          **given)[0] for name, given in options.items()}}
+        plans = {"one": run.plan(), **{name: run.plan(synchronize_every=self.every, **given)
+                                       for name, given in options.items()}}
         progress("comparing rows with those of one group")
-        limit(links, False)
+        limit(self.links, False)
         exact = run.trained(replace(plans["groups"], synchronize_every=1), _CHECKED)
         error = largest_difference(exact, run.trained(plans["one"], _CHECKED))
         exact.close()
-        limit(links)
+        limit(self.links)
         progress("timing")
         sides = {name: run.side(plan) for name, plan in plans.items()}
         waiting = sides["delayed"].tables
@@ -91,12 +86,9 @@ class ReplicaGroupsCase(WithWorkload):
                 f"ratio_{name}": ratio["mean"],
                 f"ratio_{name}_interval": [ratio["low"], ratio["high"]]}
         return {
-            "objective": "training", "hosts": links.num_hosts, "in_grid": False,
-            "links": asdict(links), "workload": asdict(self.work), "measured": measured,
-            "synchronize_every": self.every, "options": options,
+            **run.about(), "synchronize_every": self.every, "options": options,
             "replica_groups": {name: plans[name].replica_groups for name in options},
             "verified": error <= _TOLERANCE, "largest_difference": error,
             "step_one_group_ms": round(float(rounds["one"].mean()), 3),
             "predicted_one_group_ms": round(compared["groups"][1]["step_us"] / 1e3, 3), **found,
-            "other_busy_cores": run.others[""],
             "compared": {name: list(of.values()) for name, of in compared.items()}}

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from oper.analysis import merge_stats
@@ -32,11 +31,6 @@ def gather(value: Any) -> list[Any]:
     if world_size > 1:
         dist.all_gather_object(values, value)
     return values
-
-
-def joint(value: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dimension 0 in rank order. Collective."""
-    return torch.cat(gather(value))
 
 
 def slowest(values: Sequence[float]) -> list[float]:

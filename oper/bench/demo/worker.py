@@ -19,11 +19,11 @@ from oper.bench.core.launch import Progress
 from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
 from oper.bench.tables.sides import Side
-from oper.bench.tables.torchrec_peer import PLAN_KINDS, build_peer
+from oper.bench.tables.torchrec_peer import PLAN_KINDS, sharding_types
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
-from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
+from oper.train.engines import Engine, unsharded, with_oper, with_torchrec
 from oper.train.metrics import gather_rows
 from oper.train.model import build_dlrm, full_state, ranks, save_state
 from oper.train.tasks import evaluate_clicks
@@ -86,7 +86,7 @@ class Sharded(Training):
             embedding collection alone). ``page_kind``. ``other_busy_cores``: see `BusyClock`.
         """
         progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
-        sides = {"oper": _oper(self)} | {kind: _torchrec(self, kind) for kind in PLAN_KINDS}
+        sides = {kind: _side(self, kind) for kind in ("oper", *PLAN_KINDS)}
         clock = record.BusyClock()
         timed = _train_in_turns(sides, self, progress)
         results: dict[str, Any] = {}
@@ -129,25 +129,20 @@ def _model(case: Training) -> nn.Module:
     return build_dlrm(folder.tables(MODEL.dim), len(folder.dense), MODEL, case.seed)
 
 
-def _oper(case: Training) -> tuple[Engine, Any]:
+def _side(case: Training, kind: str) -> tuple[Engine, Any]:
+    """The model of ``"oper"`` or of one of TorchRec's `PLAN_KINDS`, and its embedding bags."""
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
 
     config = TrainConfig(data=case.data, batch_size=case.batch_size, optimizer=OPTIMIZERS)
-    engine = with_oper(_model(case), config, plan=case.plan, stats=None)
-    bags = next(m for m in engine.bare.modules() if isinstance(m, ShardedEmbeddingBags))
-    return engine, bags
-
-
-def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
-    model = _model(case)
-    initial = {name: value.detach() for name, value in model.state_dict().items()}
-    sharded, bags, _, optimizers = build_peer(
-        model, kind, case.batch_size, itertools.repeat(1.0),
-        {"lr": OPTIMIZERS.tables_lr, "eps": OPTIMIZERS.tables_eps})
-    sharded.load_state_dict(initial)  # TorchRec has initialized its tables anew
-    tables = [o for o in optimizers if not isinstance(o, torch.optim.SGD)]
-    dense = dense_optimizer(OPTIMIZERS, sharded)
-    return Engine(sharded, sharded, [*tables, dense], collective=True), bags
+    if kind == "oper":
+        engine = with_oper(_model(case), config, plan=case.plan, stats=None)
+    else:
+        engine = with_torchrec(_model(case), config,
+                               lambda table: sharding_types(kind, table.num_embeddings))
+    return engine, next(m for m in engine.bare.modules() if isinstance(
+        m, ShardedEmbeddingBags | ShardedEmbeddingBagCollection))
 
 
 def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:

@@ -29,7 +29,7 @@ from oper.bench.core.measure import (
     quick_case,
     summaries,
 )
-from oper.bench.core.planning import bytes_read, chosen_plan, gather, joint, slowest, total
+from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total
 from oper.bench.core.record import elapsed
 from oper.bench.core.workload import EXPONENTS, Workload, make_kjt, timed_ids
 from oper.bench.device import suite
@@ -39,6 +39,7 @@ from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
 from oper.bench.tables.verify import NUM_STEPS, Checks, Verdict
 from oper.plan import uniform_plan
+from oper.train.metrics import gather_rows
 from oper.train.model import ranks
 
 WORLD_SIZES = (1, 2)
@@ -112,7 +113,7 @@ class LookupCase(Case):
         if self.torchrec:
             for kind in PLAN_KINDS:
                 with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
-                    side = build_torchrec(work, None, kind, run.world_size)[0]
+                    side = build_torchrec(work, None, kind)[0]
                 timed[kind] = over(kjts, lambda kjt, m=side.model: m(kjt).values())  # type: ignore[misc]
                 checked[kind] = over(kjts, side.lookup)
         else:
@@ -197,7 +198,7 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
-        found = {name: joint(call(k)) for name, call in lookups.items()}
+        found = {name: gather_rows(call(k)) for name, call in lookups.items()}
         if not peers:
             continue
         found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
@@ -223,7 +224,7 @@ class UpdateCase(Case):
         run, work = Run(self, progress), self.work
         rank, world_size = run.rank, run.world_size
         run.say("drawing batches, planning")
-        checks = Checks.make(work, rank, world_size).ids
+        checks = Checks(work).ids
         plan, _ = chosen_plan(work, self.num_stats_batches, "training")
         run.say("building")
         collection = make_collection(work, "cpu")

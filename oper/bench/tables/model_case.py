@@ -134,8 +134,8 @@ def _engine(task: RecommenderTask, name: str) -> Engine:
     if name == "oper":
         return task.engine()
     torch.manual_seed(task.config.seed)
-    types = [] if name == "planner" else [name]
-    return with_torchrec(task.build(), task.config, types)
+    return with_torchrec(task.build(), task.config,
+                         None if name == "planner" else lambda table: [name])
 
 
 def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequence[Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,12 @@ from torch import nn
 
 from oper.bench.core.planning import rows_by_placement
 from oper.bench.core.workload import NO_ID, NUM_DENSE, Workload
-from oper.bench.tables.torchrec_peer import BagsOnly, build_peer
+from oper.bench.tables.torchrec_peer import sharding_types
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.train.config import DLRMConfig
-from oper.train.model import dlrm_over
+from oper.train.engines import is_table, shard_by_torchrec, unfused_tables
+from oper.train.model import dlrm_over, ranks
 
 if TYPE_CHECKING:
     from oper.pipeline import MicroBatchPipeline
@@ -197,6 +197,17 @@ def make_collection(work: Workload, device: str) -> Any:
     return EmbeddingBagCollection(tables=configs, device=torch.device(device))
 
 
+class BagsOnly(nn.Module):
+    """A collection alone, as the child that `DistributedModelParallel` expects."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: Any) -> Any:
+        return self.collection(features)
+
+
 class Bfloat16(nn.Module):
     """Runs a model under torch's CPU autocast to bfloat16."""
 
@@ -209,19 +220,21 @@ class Bfloat16(nn.Module):
             return self.model(batch)
 
 
-def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> Any:
-    """A `DLRMTrain` around a collection, with dense part `dense` (default `Dense()`)."""
+def make_model(work: Workload, collection: Any, dense: Dense | None) -> Any:
+    """A `DLRMTrain` around a collection with dense part `dense`; without one, the collection alone.
+    """
     from torchrec.models.dlrm import DLRMTrain
 
-    dense = dense or Dense()
+    if dense is None:
+        return BagsOnly(collection)
     torch.manual_seed(work.seed)
     model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work), dense.as_shipped))
     return Bfloat16(model) if dense.dtype == "bfloat16" else model
 
 
-def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: bool,
-               objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
-    """Build OPER's side; returns it and, if `keep_reference`, the unsharded model. Collective.
+def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str = "training",
+               collection: Any = None) -> Side:
+    """Build OPER's side. Collective.
 
     Without `dense` the side is the collection alone; with `objective` ``"inference"`` its tables
     are read-only. `collection` has the weights to copy, by default those of `make_collection`.
@@ -231,12 +244,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
 
     if collection is None:
         collection = make_collection(work, "cpu")
-    model = make_dlrm(work, collection, dense) if dense else BagsOnly(collection)
-    reference = None
-    if keep_reference:
-        # The copy shares the collection's tables; sharding copies their rows into the arena.
-        reference = copy.deepcopy(model, {id(collection): collection})
-    sharded = shard(model, plan=plan, objective=objective,
+    sharded = shard(make_model(work, collection, dense), plan=plan, objective=objective,
                     optimizer=OPTIMIZER if objective == "training" else None)
     bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
     optimizers: list[torch.optim.Optimizer] = []
@@ -245,8 +253,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
         sharded = _data_parallel(sharded, dense.bucket_mb)
     about = {"rows": rows_by_placement(plan.tables), "step_us": plan.step_us,
              "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
-    return (Side("oper", sharded, bags, optimizers, None, work.features, about, bags.tables),
-            reference)
+    return Side("oper", sharded, bags, optimizers, None, work.features, about, bags.tables)
 
 
 def build_data_parallel(work: Workload) -> Side:
@@ -262,8 +269,6 @@ def build_data_parallel(work: Workload) -> Side:
 def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
     """DDP with the settings of TorchRec's wrapper except for `bucket_mb`; ranks that share memory
     average gradients there instead of sending messages."""
-    import torch.distributed as dist
-
     from oper.integration.dense.gradients import average_in_shared_memory
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -275,23 +280,38 @@ def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
     return wrapped
 
 
-def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: int,
+def build_torchrec(work: Workload, dense: Dense | None, kind: str,
                    machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
     """Build TorchRec's side under one of its plans; returns it and its `ShardingPlan`. Collective.
+
+    TorchRec fuses row-wise Adagrad into the backward pass, except for data-parallel tables.
 
     Args:
         work: the workload.
         dense: the dense part around the tables; None = the collection alone.
-        kind, machine: see `build_peer`.
-        world_size: number of ranks.
+        kind: see `sharding_types`.
+        machine: see `shard_by_torchrec`.
     """
-    collection = make_collection(work, "meta")
-    model, bags, sharding, optimizers = build_peer(
-        make_dlrm(work, collection, dense) if dense else BagsOnly(collection), kind,
-        work.batch_size // world_size, work.bag_lengths,
-        {"lr": LEARNING_RATE, "eps": EPS}, machine)
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.planner import ParameterConstraints
+    from torchrec.optim import RowWiseAdagrad as Adagrad
+
+    rule = {"lr": LEARNING_RATE, "eps": EPS}
+    lengths = {t.name: float(x) for t, x in zip(work.tables(), work.bag_lengths, strict=True)}
+    model, sharding = shard_by_torchrec(
+        make_model(work, make_collection(work, "meta"), dense), Adagrad, rule,
+        work.batch_size // ranks()[1], lambda table: ParameterConstraints(
+            sharding_types=sharding_types(kind, table.num_embeddings),
+            pooling_factors=[lengths[table.name]]), machine)
+    bags = next(m for m in model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
+    optimizers: list[torch.optim.Optimizer] = []
+    if tables := unfused_tables(model):
+        optimizers.append(Adagrad(tables, **rule))
+    if dense:
+        optimizers.append(torch.optim.SGD(
+            [p for n, p in model.named_parameters() if not is_table(n)], lr=LEARNING_RATE))
     placed = {name: f"{where.sharding_type} {where.ranks}"
-              for tables in sharding.plan.values() for name, where in tables.items()}
+              for found in sharding.plan.values() for name, where in found.items()}
     side = Side(kind, model, bags, optimizers, None, work.features,
                 {"tables": placed, "optimizers": [type(o).__name__ for o in optimizers]})
     return side, sharding

@@ -156,10 +156,8 @@ class _TrainRun(Run):
         self.say("collecting statistics and planning")
         plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training",
                                    self.is_shared)
-        checks = Checks.make(self.work, self.rank, self.world_size)
-        reference = self._build(plan, checks)
-        verdicts = verify(self.sides, checks, reference, self.say)
-        reference = None  # frees the unsharded tables before anything is timed
+        self._build(plan)
+        verdicts = self._verify()
         # The bare gather reads the arenas of all ranks directly, which needs shared memory.
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
@@ -182,22 +180,29 @@ class _TrainRun(Run):
         assert self.sides[0].tables is not None
         return self.sides[0].tables
 
-    def _build(self, plan: Plan, checks: Checks) -> Reference | None:
-        """Build all contenders; returns the unsharded model on rank 0."""
+    def _build(self, plan: Plan) -> None:
+        """Build all contenders."""
         dense = self.case.dense
         self.say("building OPER's side")
-        oper, model = build_oper(self.work, dense, plan, keep_reference=self.rank == 0)
-        self.sides = [oper]
+        self.sides = [build_oper(self.work, dense, plan)]
         peers = dict.fromkeys(PLAN_KINDS, dense)
         if dense is not None:
             peers[SHIPPED] = replace(dense, as_shipped=True)
         for name, layers in peers.items():
             self.say(f"building TorchRec's {name} side")
-            side, _ = build_torchrec(self.work, layers, name.split()[0], self.world_size)
+            side, _ = build_torchrec(self.work, layers, name.split()[0])
             self.sides.append(replace(side, name=name))
-        if dense is None:
+
+    def _verify(self) -> dict[str, dict[str, Any]]:
+        """Compare all contenders with the unsharded model; see `verify`."""
+        checks, found = Checks(self.work), dict[str, dict[str, Any]]()
+        if self.case.dense is None:
             self.set_gradient(self.sides, checks.batch(0, self.rank))
-        return None if self.rank else Reference(model, checks)
+        reference = None if self.rank else Reference(checks, self.case.dense)
+        for side in self.sides:
+            self.say(f"comparing {side.name} with the unsharded model")
+            found[side.name] = verify(side, checks, reference)
+        return found
 
     def _time(self, batches: Sequence[Any], ceiling: Ceiling | None
               ) -> dict[str, dict[str, np.ndarray]]:
@@ -293,4 +298,4 @@ class _TrainRun(Run):
                 "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
                 "forward_fraction_of_ceiling": round(ceiling / median["forward"]["oper"], 4)}
         return {**figures, "torchrec_best": best, "bytes_moved": joint, "plans": plans,
-                "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values())}
+                "verified": all(v.get("passed") for v in verdicts.values())}

@@ -9,7 +9,7 @@ of Adagrad amplify small gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oper.bench.core.planning import joint
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
-from oper.bench.tables.sides import Bfloat16, Side
+from oper.bench.tables.sides import Bfloat16, Dense, Side, make_collection, make_model
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+from oper.train.metrics import gather_rows
+from oper.train.model import ranks
 from oper.train.reference import SparseTableOptimizer
 
 NUM_STEPS = 2
@@ -94,27 +95,20 @@ class Verdict:
                 "tolerance": {k: self.tolerance[k] for k in self.worst}}
 
 
-@dataclass(frozen=True, slots=True)
 class Checks:
     """Batches for the comparison; every rank knows those of all ranks.
 
     Attributes:
         work: the workload.
         rank, world_size: this rank and the number of ranks.
-        ids: ids indexed by step and rank, each int64 [F, B * pooling].
+        ids: ids of `NUM_STEPS` steps, indexed by step and rank, each int64 [F, B * pooling].
     """
 
-    work: Workload
-    rank: int
-    world_size: int
-    ids: list[list[np.ndarray]]
-
-    @staticmethod
-    def make(work: Workload, rank: int, world_size: int) -> Checks:
-        """Draw the batches of all ranks for `NUM_STEPS` steps."""
-        return Checks(work, rank, world_size, [
-            [batch_ids(work, r, world_size, number, CHECKED) for r in range(world_size)]
-            for number in range(NUM_STEPS)])
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self.rank, self.world_size = ranks()
+        self.ids = [[batch_ids(work, r, self.world_size, number, CHECKED)
+                     for r in range(self.world_size)] for number in range(NUM_STEPS)]
 
     def batch(self, step: int, rank: int) -> Any:
         """A rank's batch of a step, with dense features and labels."""
@@ -139,15 +133,13 @@ class Reference:
     """The unsharded model, trained on the batches of all ranks together.
 
     Args:
-        model: `BagsOnly` or `DLRMTrain` with an `EmbeddingBagCollection` on CPU.
         checks: the batches.
+        dense: the dense part around the tables; None = the collection alone.
     """
 
-    def __init__(self, model: nn.Module, checks: Checks) -> None:
-        from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-        self._model, self._checks = model, checks
-        self._bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
+    def __init__(self, checks: Checks, dense: Dense | None = None) -> None:
+        self._checks, self._bags = checks, make_collection(checks.work, "cpu")
+        self._model = model = make_model(checks.work, self._bags, dense)
         self.weights: dict[str, nn.Parameter] = {
             name: bag.weight for name, bag in self._bags.embedding_bags.items()}
         self._optimizer = SparseTableOptimizer(self._bags, "rowwise_adagrad", LEARNING_RATE, EPS)
@@ -206,8 +198,8 @@ class KeptReference(Reference):
     output gradients. A contender with different gradients is compared with NaN and fails.
     """
 
-    def __init__(self, model: nn.Module, checks: Checks) -> None:
-        super().__init__(model, checks)
+    def __init__(self, checks: Checks) -> None:
+        super().__init__(checks)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reset(self) -> None:
@@ -221,56 +213,50 @@ class KeptReference(Reference):
                 None)
 
 
-def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
-           progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Train every side for a few steps and compare it with the unsharded model. Collective.
+def verify(side: Side, checks: Checks, reference: Reference | None) -> dict[str, Any]:
+    """Train a side for a few steps and compare it with the unsharded model. Collective.
 
     This compares the pooled embeddings and logits of every step, and then the dense parameters, the
     touched rows (looked up in bags of one id) and, for OPER, all rows of all tables.
 
     Args:
-        sides: the contenders, with their initial weights.
+        side: the contender, with its initial weights.
         checks: the batches.
         reference: the unsharded model on rank 0; None elsewhere.
-        progress: function that reports the current activity.
 
     Returns:
-        `Verdict.to_json` by contender on rank 0, empty elsewhere.
+        `Verdict.to_json` on rank 0, empty elsewhere.
     """
-    verdicts = {}
-    for side in sides:
-        progress(f"comparing {side.name} with the unsharded model")
-        verdict = Verdict()
-        suffix = " of bfloat16" if Bfloat16 in map(type, side.model.modules()) else ""
-        for step in range(len(checks.ids)):
-            pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
-            pooled, gradient = joint(pooled), joint(gradient)
-            logits = None if logits is None else joint(logits)
-            if reference is None:
-                continue
-            want_pooled, want_logits = reference.step(step, gradient)
-            size = len(side.features)
-            for ours, want in zip(pooled.chunk(size, 1), want_pooled.chunk(size, 1), strict=True):
-                verdict.compare("pooled", ours, want)
-            if logits is not None and want_logits is not None:
-                verdict.compare(f"logits{suffix}", logits, want_logits)
-        _compare_rows(side, checks, reference, verdict)
-        if reference is not None:
-            dense = side.dense_parameters()
-            for name, value in reference.dense.items():
-                verdict.compare_changes(f"dense{suffix}", dense.get(name, torch.empty(0)),
-                                        value.detach(), reference.dense_start[name])
-        if side.tables is not None and (reference is not None or not side.tables.is_one_domain):
-            for name in side.tables.specs:  # `read` is collective if there are several domains
-                rows = side.tables.read(name)
-                if reference is not None:
-                    verdict.compare("tables", rows, reference.weights[name].detach())
-        if reference is not None:
-            reference.reset()
-            verdicts[side.name] = verdict.to_json()
-        if dist.is_initialized():
-            dist.barrier()
-    return verdicts
+    verdict = Verdict()
+    suffix = " of bfloat16" if Bfloat16 in map(type, side.model.modules()) else ""
+    for step in range(len(checks.ids)):
+        pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
+        pooled, gradient = gather_rows(pooled), gather_rows(gradient)
+        logits = None if logits is None else gather_rows(logits)
+        if reference is None:
+            continue
+        want_pooled, want_logits = reference.step(step, gradient)
+        size = len(side.features)
+        for ours, want in zip(pooled.chunk(size, 1), want_pooled.chunk(size, 1), strict=True):
+            verdict.compare("pooled", ours, want)
+        if logits is not None and want_logits is not None:
+            verdict.compare(f"logits{suffix}", logits, want_logits)
+    _compare_rows(side, checks, reference, verdict)
+    if reference is not None:
+        dense = side.dense_parameters()
+        for name, value in reference.dense.items():
+            verdict.compare_changes(f"dense{suffix}", dense.get(name, torch.empty(0)),
+                                    value.detach(), reference.dense_start[name])
+    if side.tables is not None and (reference is not None or not side.tables.is_one_domain):
+        for name in side.tables.specs:  # `read` is collective if there are several domains
+            rows = side.tables.read(name)
+            if reference is not None:
+                verdict.compare("tables", rows, reference.weights[name].detach())
+    if reference is not None:
+        reference.reset()
+    if dist.is_initialized():
+        dist.barrier()
+    return {} if reference is None else verdict.to_json()
 
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
