@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from oper.analysis import distance
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
-from oper.report.figures import MAX_CURVES, axes, line, plain, short, with_legend
+from oper.report.figures import MAX_CURVES, curves, plain, short
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats
 from oper.tables import format_bytes
@@ -135,26 +136,19 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
 
 
 def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
-    figure, axis = axes("", "distance from the old statistics")
     names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:MAX_CURVES]
-    for k, name in enumerate(names):
-        axis.plot(range(len(found)), [d.distances[name] for d in found], **line(k),
-                  label=short(name))
-    _name_ticks(axis, [d.name for d in found])
-    axis.set_ylim(0, 1.02)
-    return with_legend(figure, axis, "distances")
+    return curves("distances", [(short(name), range(len(found)), [d.distances[name] for d in found])
+                                for name in names], ("", "distance from the old statistics"),
+                  top=1.02, finish=functools.partial(_name_ticks, names=[d.name for d in found]))
 
 
 def _cost_curve(start: float, changes: Sequence[tuple[str, Replanning]]) -> str:
-    figure, axis = axes("", "microseconds a step")
-    for k, (label, values) in enumerate((
-            ("the plan in use", [c.old_step_us for _, c in changes]),
-            ("a plan made from them", [c.new_step_us for _, c in changes]))):
-        axis.plot(range(len(changes) + 1), [start, *values], **line(k), label=label)
-    _name_ticks(axis, ["old", *(name for name, _ in changes)])
-    axis.set_ylim(0, 1.1 * max([start, *(c.old_step_us for _, c in changes),
-                                *(c.new_step_us for _, c in changes)]))
-    return with_legend(figure, axis, "costs")
+    of = {"the plan in use": [start, *(c.old_step_us for _, c in changes)],
+          "a plan made from them": [start, *(c.new_step_us for _, c in changes)]}
+    return curves("costs", [(label, range(len(y)), y) for label, y in of.items()],
+                  ("", "microseconds a step"), top=1.1 * max(map(max, of.values())),
+                  finish=functools.partial(
+                      _name_ticks, names=["old", *(name for name, _ in changes)]))
 
 
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:

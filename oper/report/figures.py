@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,14 +132,11 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 
 def coverage(problem: Problem) -> str:
     """Plot the share of lookups that each share of hottest rows receives, by table."""
-    figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:MAX_CURVES]
-    for k, t in enumerate(tables):
-        share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
-        axis.plot(t.edges[1:] / t.spec.num_rows, share[1:], **line(k, marked=False),
-                  label=f"{short(t.spec.name)} ({t.spec.num_rows:,} rows)")
-    axis.set_ylim(0, 1.02)
-    return with_legend(figure, axis, "coverage")
+    return curves("coverage", [
+        (f"{short(t.spec.name)} ({t.spec.num_rows:,} rows)", t.edges[1:] / t.spec.num_rows,
+         t.cumulative[IDS][1:] / max(float(t.total[IDS]), 1e-300)) for t in tables],
+        ("share of rows, hottest first", "share of lookups"), "x", 1.02, dense=True)
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
@@ -179,27 +176,32 @@ def colour(k: int) -> str:
     return _TERM_COLOURS[k % len(_TERM_COLOURS)]
 
 
-def line(k: int, marked: bool = True) -> dict[str, Any]:
-    """Return the style of the k-th curve, one of 21 combinations of colour and dashes."""
-    look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
-                            "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
-    return {**look, "marker": "o", "markersize": 3.5} if marked else look
+def curves(name: str, found: Sequence[tuple[str, Any, Any]],
+           labels: tuple[str, str], log: str = "", top: float | None = None, dense: bool = False,
+           finish: Callable[[Any], None] | None = None) -> str:
+    """Plot curves, each in one of 21 combinations of colour and dashes; those without points are
+    left out.
 
-
-def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
-    """Create a figure for curves and its axes; `log` contains "x" or "y" for a logarithmic axis."""
+    Args:
+        name: see `svg_of`.
+        found: label, x and y (sequences) of each curve.
+        labels: labels of the axes.
+        log: contains "x" or "y" for a logarithmic axis.
+        top: end of the y-axis, which then begins at 0.
+        dense: whether to mark the points only of curves with fewer than three.
+        finish: called with the matplotlib axes at the end.
+    """
     figure, axis = canvas(2.8)
-    axis.set_xlabel(xlabel)
-    axis.set_ylabel(ylabel)
-    if "x" in log:
-        axis.set_xscale("log")
-    if "y" in log:
-        axis.set_yscale("log")
-    return figure, axis
-
-
-def with_legend(figure: Any, axis: Any, name: str) -> str:
-    """Convert a figure to SVG, preceded by a legend of its curves."""
+    axis.set(xlabel=labels[0], ylabel=labels[1], **{f"{x}scale": "log" for x in log})
+    for k, (label, x, y) in enumerate(found):
+        if len(x):
+            axis.plot(x, y, color=colour(k), linewidth=1.3, markersize=3.5, label=label,
+                      linestyle=("-", "--", ":")[k // len(_TERM_COLOURS) % 3],
+                      marker="" if dense and len(x) > 2 else "o")
+    if top is not None:
+        axis.set_ylim(0, top)
+    if finish is not None:
+        finish(axis)
     return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
                                  for x in axis.get_lines()])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import FileFormatError
-from oper.report.figures import MAX_CURVES, axes, line, short, stacked, with_legend
+from oper.report.figures import MAX_CURVES, curves, short, stacked
 from oper.report.page import Plot, Table, render
 
 METRICS = "metrics.jsonl"  # as oper.train writes it
@@ -51,7 +51,7 @@ def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
              ("samples/s", f"{last['samples_per_s']:,.0f}")]
     blocks: list[Plot | Table] = [Plot(
         "Loss", "Mean loss of the training samples since the previous point.",
-        _curves("loss", "loss", [("loss", [(x["step"], x["loss"]) for x in steps])]))]
+        _curves("loss", [("loss", [(x["step"], x["loss"]) for x in steps])]))]
     if checks:
         names = list(dict.fromkeys(n for x in checks for n, v in x.items()
                                    if isinstance(v, float) and n != "time"))
@@ -87,10 +87,9 @@ def _keys(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]
     note = f"For the {MAX_CURVES} tables with the most lookups."
 
     def plot(heading: str, about: str, value: str) -> Plot:
-        curves = [(short(n), [(step, of[n][value]) for step, of in counted])
-                  for n in names[:MAX_CURVES]]
-        return Plot(heading, f"{about} {note}" if len(names) > MAX_CURVES else about,
-                    _curves(heading, value, curves))
+        return Plot(heading, f"{about} {note}" if len(names) > MAX_CURVES else about, _curves(
+            value, [(short(n), [(step, of[n][value]) for step, of in counted])
+                    for n in names[:MAX_CURVES]]))
 
     return [
         plot("Default rows", "Share of the lookups that read the default row, since their key had "
@@ -101,13 +100,11 @@ def _keys(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]
             "Keys admitted, evicted, expired and refused in all steps; the rest at the last line.")]
 
 
-def _curves(name: str, label: str, curves: Sequence[tuple[str, Sequence[tuple[int, Any]]]]) -> str:
-    figure, axis = axes("step", label.replace("_", " "))
-    for k, (title, points) in enumerate(curves):
-        known = [(x, y) for x, y in points if y is not None]
-        axis.plot([x for x, _ in known], [y for _, y in known],
-                  **line(k, marked=len(known) < 3), label=title)
-    return with_legend(figure, axis, name.replace(" ", ""))
+def _curves(what: str, found: Sequence[tuple[str, Sequence[tuple[int, Any]]]]) -> str:
+    """Plot values by step, without those that are None."""
+    known = [(title, [p for p in points if p[1] is not None]) for title, points in found]
+    return curves(what, [(title, [x for x, _ in points], [y for _, y in points])
+                         for title, points in known], ("step", what.replace("_", " ")), dense=True)
 
 
 def _number(value: Any) -> str:

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from oper.analysis.summary import skew
-from oper.report.figures import MAX_CURVES, axes, line, short, with_legend
+from oper.analysis.summary import bucket_distances, skew
+from oper.report.figures import MAX_CURVES, curves, short
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats, TableStats
 
-Named = Sequence[tuple[str, TableStats]]
+Points = tuple[np.ndarray, np.ndarray]  # x and y
 
 
 def stats_page(stats: AccessStats) -> str:
     """Return a page with coverage, hotness, bag lengths, presence and drift; the plots show the
     tables with the most lookups."""
-    busiest: Named = [(n, t) for n, t in sorted(
+    busiest = [(n, t) for n, t in sorted(
         stats.tables.items(), key=lambda item: -item[1].num_accesses)[:MAX_CURVES]
         if t.num_accesses]
     shown = "" if len(stats.tables) <= MAX_CURVES else f" The {MAX_CURVES} busiest tables."
     every = {n: skew(t) for n, t in stats.tables.items()}
-    plots = []
+    plots: list[Plot] = []
+
+    def plot(heading: str, caption: str, of: Callable[[TableStats], Points],
+             labels: tuple[str, str], log: str = "", **options: Any) -> None:
+        plots.append(Plot(heading, caption + shown, curves(
+            heading, [(short(n), *of(t)) for n, t in busiest], labels, log, **options)))
+
     if busiest:
-        plots.append(Plot("How much the hottest rows cover", "Share of a table's lookups that go "
-                          f"to its hottest rows.{shown}", _coverage(busiest)))
-        plots.append(Plot("How often rows are looked up", "Rows by number of lookups, in powers of "
-                          f"two.{shown}", _hotness(busiest)))
+        plot("How much the hottest rows cover",
+             "Share of a table's lookups that go to its hottest rows.", _coverage,
+             ("share of rows, hottest first", "share of lookups"), "x", top=1.02, dense=True)
+        plot("How often rows are looked up", "Rows by number of lookups, in powers of two.",
+             _hotness, ("lookups of a row", "rows"), "xy")
     if any(t.presence_samples.size for _, t in busiest):
-        plots.append(Plot("Distinct rows of a batch", "Measured presence: mean number of distinct "
-                          "rows by number of consecutive samples." + shown, _presence(busiest)))
+        plot("Distinct rows of a batch", "Measured presence: mean number of distinct rows by "
+             "number of consecutive samples.", lambda t: (t.presence_samples, t.presence_rows),
+             ("samples", "distinct rows"), "xy")
     if any(t.length_values.size > 1 for _, t in busiest):
-        plots.append(Plot("Bag lengths", "Share of bags by ids per bag." + shown,
-                          _lengths(busiest)))
+        longest = max(int(t.length_values[-1]) for _, t in busiest if t.num_bags)
+        plot("Bag lengths", "Share of bags by ids per bag.",
+             lambda t: (t.length_values, t.length_counts / max(1, t.num_bags)),
+             ("ids per bag", "share of bags"),
+             finish=functools.partial(_scale_lengths, longest=longest))
     if any(len(t.buckets) > 1 for _, t in busiest):
-        plots.append(Plot("Drift", "Total variation distance of the lookups in consecutive time "
-                          "buckets: 0 = equal, 1 = disjoint; rare ids add noise." + shown,
-                          _drift(busiest)))
+        plot("Drift", "Total variation distance of the lookups in consecutive time buckets: "
+             "0 = equal, 1 = disjoint; rare ids add noise.", _drift,
+             ("time bucket", "distance from the previous one"), top=1.0)
     rows = [[n, f"{s.num_rows:,}", f"{s.num_touched_rows:,}", f"{s.num_accesses:,}",
              f"{s.pooling_factor:.2f}", f"{s.hottest:.3f}", f"{s.top_1pct:.3f}",
              f"{s.top_10pct:.3f}", f"{s.rows_for_90pct:,}", f"{s.unseen_mass:.4f}",
@@ -54,53 +67,27 @@ def stats_page(stats: AccessStats) -> str:
     return render("Access statistics", about, tiles, [*plots, Table("All tables", head, rows)])
 
 
-def _coverage(tables: Named) -> str:
-    figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
-    for k, (name, t) in enumerate(tables):
-        sizes = np.unique(np.geomspace(1, t.num_rows, 200).astype(np.int64))
-        axis.plot(sizes / t.num_rows, t.coverage(sizes), **line(k, marked=sizes.size == 1),
-                  label=short(name))
-    axis.set_ylim(0, 1.02)
-    return with_legend(figure, axis, "coverage")
+def _coverage(t: TableStats) -> Points:
+    sizes = np.unique(np.geomspace(1, t.num_rows, 200).astype(np.int64))
+    return sizes / t.num_rows, t.coverage(sizes)
 
 
-def _hotness(tables: Named) -> str:
-    figure, axis = axes("lookups of a row", "rows", "xy")
-    for k, (name, t) in enumerate(tables):
-        values, rows = t.count_histogram()
-        touched = values > 0
-        bins = np.floor(np.log2(values[touched])).astype(np.int64)
-        total = np.bincount(bins, rows[touched])
-        found = np.flatnonzero(total)
-        axis.plot(2.0**found, total[found], **line(k), label=short(name))
-    return with_legend(figure, axis, "hotness")
+def _hotness(t: TableStats) -> Points:
+    values, rows = t.count_histogram()
+    touched = values > 0
+    total = np.bincount(np.floor(np.log2(values[touched])).astype(np.int64), rows[touched])
+    found = np.flatnonzero(total)
+    return 2.0**found, total[found]
 
 
-def _presence(tables: Named) -> str:
-    figure, axis = axes("samples", "distinct rows", "xy")
-    for k, (name, t) in enumerate(tables):
-        axis.plot(t.presence_samples, t.presence_rows, **line(k), label=short(name))
-    return with_legend(figure, axis, "presence")
+def _drift(t: TableStats) -> Points:
+    found = np.array(bucket_distances(t))
+    return np.arange(1, found.size + 1), found
 
 
-def _lengths(tables: Named) -> str:
-    figure, axis = axes("ids per bag", "share of bags")
-    for k, (name, t) in enumerate(tables):
-        if t.num_bags:
-            axis.plot(t.length_values, t.length_counts / t.num_bags, **line(k), label=short(name))
-    top = max(int(t.length_values[-1]) for _, t in tables if t.num_bags)
-    axis.set_xscale("symlog" if top > 32 else "linear", **{"linthresh": 16} if top > 32 else {})
-    axis.set_xlim(-0.02 * top, 1.1 * top)
+def _scale_lengths(axis: Any, longest: int) -> None:
+    """Set the scale of an axis of bag lengths up to `longest`."""
+    if longest > 32:
+        axis.set_xscale("symlog", linthresh=16)
+    axis.set_xlim(-0.02 * longest, 1.1 * longest)
     axis.xaxis.set_major_formatter("{x:g}")
-    return with_legend(figure, axis, "lengths")
-
-
-def _drift(tables: Named) -> str:
-    from oper.analysis.summary import bucket_distances
-
-    figure, axis = axes("time bucket", "distance from the previous one")
-    for k, (name, t) in enumerate(tables):
-        found = bucket_distances(t)
-        axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=short(name))
-    axis.set_ylim(0, 1)
-    return with_legend(figure, axis, "drift")
