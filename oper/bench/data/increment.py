@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,8 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
     1, is saved, and continues on day 2 with extended tables is bitwise equal to one that had all
     rows from the start.
     """
-    work = folder / "increment"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    days = _halves(log_file(folder, num_rows), work)
-    one, two, both, wider, again = (work / n for n in ("d1", "d2", "both", "v2", "d2x"))
+    days = _halves(log_file(folder, num_rows), folder)
+    one, two, both, wider, again = (folder / n for n in ("d1", "d2", "both", "v2", "d2x"))
     _preprocess(one, days[:1])
     seconds: dict[str, list[float]] = {"increment": [], "anew": []}
     unseen: dict[str, Any] = {}
@@ -46,8 +41,7 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
     manifest = extend(one, [two], wider)
     _preprocess(again, days[1:], wider)
     unchanged = _rows_stay(one, wider) and _looked_up(two, again)
-    continued = _continued(one, again, work / "saved")
-    shutil.rmtree(work)
+    continued = _continued(one, again, folder / "saved")
     medians = {n: float(np.median(s)) for n, s in seconds.items()}
     return {"verified": unchanged and continued, "rows_unchanged": unchanged,
             "training_continued": continued, "rows": num_rows,
@@ -64,17 +58,12 @@ def _preprocess(target: Path, logs: Sequence[Path], vocabulary: Path | None = No
         "vocabulary": vocabulary and str(vocabulary), "valid": "0", "force": True})
 
 
-def _halves(log: Path, work: Path) -> list[Path]:
+def _halves(log: Path, folder: Path) -> list[Path]:
     """Split a log at a line break near its middle; returns the two files."""
-    paths, size = [work / "day1.txt", work / "day2.txt"], os.path.getsize(log)
-    with log.open("rb") as file:
-        file.seek(size // 2)
-        file.readline()
-        middle = file.tell()
-        for path, at, end in zip(paths, (0, middle), (middle, size), strict=True):
-            with path.open("wb") as out:
-                while at < end:
-                    at += os.sendfile(out.fileno(), file.fileno(), at, end - at)
+    paths, text = [folder / "day1.txt", folder / "day2.txt"], log.read_bytes()
+    middle = text.index(b"\n", len(text) // 2) + 1
+    for path, half in zip(paths, (slice(middle), slice(middle, None)), strict=True):
+        path.write_bytes(memoryview(text)[half])
     return paths
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,9 +113,6 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     to the first batch of rank 0 of 8, without imports.
     """
     data, shape, state = folder / "loader", folder / "shape", folder / "loader-state.json"
-    for path in (data, shape):
-        shutil.rmtree(path, ignore_errors=True)
-    state.unlink(missing_ok=True)
     child.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
     # Smaller batches for a short log, so that it has several shuffling windows.
     size = min(_BATCH, max(1, num_rows // 32))
@@ -134,9 +130,6 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     resumed = state.exists() and child.answer(_digests, where, str(state)) == whole[at:]
     train = Folder.open(data).rows["train"]
     stored = sum(p.stat().st_size for p in (data / "train").iterdir())
-    for path in (data, shape):
-        shutil.rmtree(path)
-    state.unlink(missing_ok=True)
     best = max(one)
     return {"verified": exact and resumed and bool(whole[at:]), "exact_once": exact,
             "exact_resume": resumed, "rows": train, "bytes_per_row": stored / train,

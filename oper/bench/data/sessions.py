@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,15 +39,13 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name, samples in (("", _SAMPLES), ("_alone", 1)):
         where = folder / f"sessions{name}"
-        shutil.rmtree(where, ignore_errors=True)
-        where.mkdir(parents=True)
+        where.mkdir()
         _write_log(where / "log.csv", num_rows, samples)
         recipe = generic_recipe("csv", Choice(("user", "item", "history:|", "shops:|"),
                                               label="label"))
         preprocess(recipe, [str(where / "log.csv")], where / "out", PreprocessOptions(min_count=1))
         job = Steps(str(where / "out"), max(1, min(_BATCH, num_rows // (4 * WORLD_SIZE))))
         found[name], = run_workers([job], WORLD_SIZE)
-        shutil.rmtree(where)
     return {"verified": all(x.pop("bit_equal") for x in found.values()), "rows": num_rows,
             "ranks": WORLD_SIZE, "samples_per_session": _SAMPLES, "ids_per_list": _HISTORY,
             **{f"{key}{name}": value for name, x in found.items() for key, value in x.items()}}

@@ -70,25 +70,23 @@ def store(num_rows: int, folder: Path) -> dict[str, Any]:
     ``verified``: the Parquet files of both outputs are equal byte by byte. ``ratio_time``: time
     with the bucket / time with the folder; the bucket's server shares this machine's cores.
     """
-    work = folder / "store"
-    shutil.rmtree(work, ignore_errors=True)
-    (work / "log").mkdir(parents=True)
-    log = Path(shutil.copy(log_file(folder, num_rows), work / "log" / "log.txt"))
+    (folder / "log").mkdir()
+    log = Path(shutil.copy(log_file(folder, num_rows), folder / "log" / "log.txt"))
     recipe, options = load_recipe("criteo-kaggle"), PreprocessOptions()
-    local_s = elapsed(lambda: preprocess(recipe, [str(log)], work / "local", options))
+    local_s = elapsed(lambda: preprocess(recipe, [str(log)], folder / "local", options))
     with s3_server() as url:
         upload(log.parent, url.format("log"), [])
         store_s = elapsed(lambda: preprocess(recipe, [url.format("log/log.txt")],
                                              url.format("out"), options))
         found, path, _ = filesystem(url.format("out"))
-        fs.copy_files(path, str(work / "back"), source_filesystem=found,
+        fs.copy_files(path, str(folder / "back"), source_filesystem=found,
                       destination_filesystem=fs.LocalFileSystem(), use_threads=False)
-    names = [sorted(str(p.relative_to(work / d)) for p in (work / d).rglob("*.parquet"))
+    names = [sorted(str(p.relative_to(folder / d)) for p in (folder / d).rglob("*.parquet"))
              for d in ("local", "back")]
     same = bool(names[0]) and names[0] == names[1] and all(
-        (work / "local" / n).read_bytes() == (work / "back" / n).read_bytes() for n in names[0])
-    same &= (work / "back" / "manifest.json").is_file()
-    num_bytes = sum((work / "local" / n).stat().st_size for n in names[0])
-    shutil.rmtree(work)
+        (folder / "local" / n).read_bytes() == (folder / "back" / n).read_bytes()
+        for n in names[0])
+    same &= (folder / "back" / "manifest.json").is_file()
+    num_bytes = sum((folder / "local" / n).stat().st_size for n in names[0])
     return {"verified": same, "rows": num_rows, "files": len(names[0]), "bytes": num_bytes,
             "local_s": local_s, "store_s": store_s, "ratio_time": store_s / local_s}

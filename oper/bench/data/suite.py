@@ -48,7 +48,8 @@ class Case:
         """Measure the case; returns the record's entry."""
         folder = Path(self.folder or _temporary().name)
         folder.mkdir(parents=True, exist_ok=True)
-        return _KINDS[self.name][0](self.size, folder)
+        with tempfile.TemporaryDirectory(prefix=f"{self.name}-", dir=folder) as own:
+            return _KINDS[self.name][0](self.size, Path(own))
 
 
 @functools.cache
