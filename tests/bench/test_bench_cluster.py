@@ -353,5 +353,3 @@ def test_bags_of_several_lengths() -> None:
     kjt = workload.make_kjt(TINY, ids)
     assert kjt.values().tolist() == np.concatenate([b for b, _ in bags]).tolist()
     assert kjt.lengths().tolist() == np.concatenate([x for _, x in bags]).tolist()
-    with pytest.raises(InvalidInputError, match="lengths"):
-        replace(TINY, lengths=(4, 1))

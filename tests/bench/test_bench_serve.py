@@ -30,7 +30,7 @@ from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
 from oper.bench.tables.lookup import LookupCase
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
-from oper.errors import InvalidInputError, OperError
+from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
 
@@ -149,7 +149,7 @@ def test_pss_counts_what_is_resident() -> None:
     finally:
         os.close(number)
     assert pss_bytes(os.getpid()) > unfiled_pss_bytes(os.getpid()) > 10 << 20
-    with pytest.raises(OperError, match="pid"):
+    with pytest.raises(FileNotFoundError):
         pss_bytes(2 ** 22 + 1)
 
 
@@ -281,12 +281,6 @@ def test_deltas_are_served_under_load() -> None:
         assert found["p99"] == pytest.approx(np.median(entry["p99_ms_by_round"][phase]), abs=2e-3)
     assert entry["p99_ratio"] == pytest.approx(
         entry["latency_ms"]["deltas"]["p99"] / entry["latency_ms"]["quiet"]["p99"], abs=1e-4)
-
-
-@pytest.mark.parametrize(("rounds", "steps"), [(0, 1), (1, 0), (3, 3)])
-def test_every_step_of_a_round_has_a_delta(rounds: int, steps: int) -> None:
-    with pytest.raises(InvalidInputError, match=rf"\({rounds}, {steps}\), expected .* 8 deltas"):
-        DeltaCase("delta", SMALL, deltas=8, rounds=rounds, steps=steps)
 
 
 def test_torn_answers_are_found(tmp_path: Path) -> None:

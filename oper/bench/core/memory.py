@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from oper.errors import OperError
+from oper.support import kernel
 
 
 def pss_bytes(pid: int, mapping: str = "") -> int:
@@ -21,7 +21,7 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
         mapping: count only mappings whose name contains this text; ``""`` = all mappings.
 
     Raises:
-        OperError: the process does not exist, or this user may not inspect it.
+        OSError: the process does not exist, or this user may not inspect it.
     """
     if not mapping:
         return _kilobytes(r"^Pss:\s+(\d+) kB", _read(pid, "smaps_rollup"))
@@ -38,19 +38,13 @@ def unfiled_pss_bytes(pid: int) -> int:
     """Proportional set size (bytes) of a process without file-backed pages.
 
     Library pages are excluded because their share per process depends on the number of processes.
-
-    Raises:
-        OperError: the process does not exist, or this user may not inspect it.
+    Raises OSError as `pss_bytes` does.
     """
     return _kilobytes(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", _read(pid, "smaps_rollup"))
 
 
 def _read(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OperError("cannot read a process's memory", "pid", pid, "a running process",
-                        str(error)) from error
+    return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
 
 
 def _kilobytes(pattern: str, text: str) -> int:
@@ -61,16 +55,8 @@ def peak_rss_mb(pid: int | str = "self") -> float:
     """Peak resident memory of a process so far, in 10^6 bytes (VmHWM of ``/proc/pid/status``).
 
     `getrusage` does not serve for this, because a child's peak starts at that of its parent.
-
-    Raises:
-        OperError: the kernel does not report the peak.
     """
-    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
-    if found is None:
-        raise OperError("cannot read the peak memory", f"/proc/{pid}/status", text[:40],
-                        "a line VmHWM", "run on Linux with /proc mounted")
-    return int(found[1]) * 1024 / 1e6
+    return int(kernel.pairs(f"/proc/{pid}/status")["VmHWM"].split()[0]) * 1024 / 1e6
 
 
 def reset_peak(pid: int) -> None:
@@ -79,12 +65,8 @@ def reset_peak(pid: int) -> None:
 
 
 def num_descriptors(pid: int) -> int:
-    """Number of open file descriptors of a process; raises OperError if it cannot be read."""
-    try:
-        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    except OSError as error:
-        raise OperError("cannot count descriptors", "pid", pid, "a running process",
-                        str(error)) from error
+    """Number of open file descriptors of a process; raises OSError as `pss_bytes` does."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def cpu_seconds(pid: int) -> float:

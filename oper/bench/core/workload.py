@@ -12,7 +12,6 @@ import numpy as np
 
 from oper.data.generate.ids import power_law_ids
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
-from oper.errors import require_fields
 from oper.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ class Workload:
         exponent: exponent of the bounded power law of the ids; 0 = uniform.
         seed: seed of all random numbers.
         lengths: ids per bag of each table; empty = `pooling` for all tables.
-
-    Raises:
-        InvalidInputError: a field is out of range.
     """
 
     num_rows: tuple[int, ...] = tuple(min(n, 1_000_000) for n in CRITEO_KAGGLE_ROWS)
@@ -49,15 +45,6 @@ class Workload:
     exponent: float = 1.05
     seed: int = 20240229
     lengths: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_fields(
-            self, "invalid workload", "change this field of Workload",
-            ("lengths", not self.lengths or (
-                len(self.lengths) == len(self.num_rows) and min(self.lengths) >= 1
-                and max(self.lengths) == self.pooling),
-             f"one length >= 1 per table, whose maximum equals pooling ({self.pooling})"),
-            *((n, getattr(self, n) >= 1, ">= 1") for n in ("dim", "batch_size", "pooling")))
 
     @property
     def name(self) -> str:

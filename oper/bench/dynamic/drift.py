@@ -37,7 +37,6 @@ from oper.data import (
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import hash_values
-from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import bootstrap, difference
 from oper.shmem.keys.directories import directory_bytes
 from oper.stats import AccessStats
@@ -182,16 +181,11 @@ def _recipe(case: DriftCase, work: Path) -> tuple[Recipe, list[str]]:
         log = SyntheticLog(case.num_rows, 7, (300, 1_000, 3_000, 10_000, 30_000) * 5 + (300,),
                            effect=2.5, drift=0.3)
         return load_recipe("criteo-kaggle"), [str(write_synthetic_log(work / "log.txt", log))]
-    files = _files(case.name)
-    if not files:
-        raise InvalidInputError("cannot run a case", "log", case.name,
-                                f"{_FILES[case.name]} in the folder named by OPER_DATA",
-                                "set OPER_DATA, or choose another case")
     if case.name == "movietweetings":
-        return load_recipe("movietweetings"), files
+        return load_recipe("movietweetings"), _files(case.name)
     return generic_recipe("csv", Choice(
         ["StockCode", "CustomerID:integral", "Country"], "Quantity", time="InvoiceDate",
-        time_format="iso", threshold=_BULK)), files
+        time_format="iso", threshold=_BULK)), _files(case.name)
 
 
 def _read(case: DriftCase, work: Path) -> _Log:

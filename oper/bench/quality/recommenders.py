@@ -384,7 +384,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def load(name: str, protocol: str) -> Interactions:
     """The interactions of a data set, preprocessed from the raw log and cached while its files do
-    not change. Raises InvalidInputError if there are no files."""
+    not change."""
     return _load(name, protocol, tuple(
         (path, os.stat(path).st_mtime_ns, os.stat(path).st_size)
         for path in data_files(DATA_SETS[name].files)))
@@ -393,10 +393,6 @@ def load(name: str, protocol: str) -> Interactions:
 @functools.cache
 def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> Interactions:
     files, source = [path for path, *_ in found], DATA_SETS[name]
-    if not files:
-        raise InvalidInputError(f"no log of {name}", "OPER_DATA", os.environ.get("OPER_DATA", ""),
-                                f"a folder with {source.files}",
-                                "set it to the folder with the log")
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
         Column(name, "sparse", "string") for name in source.columns)

@@ -21,7 +21,6 @@ from oper.bench.serve.host import BATCHING, Host, Swap, client_of
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
-from oper.errors import OperError
 
 _GROWTH_BYTES = 16 << 20  # allowed growth of all processes: allocators retain varying memory
 _SOAK_SWAPS = 20
@@ -304,7 +303,7 @@ def _soak(live: _Live) -> dict[str, Any]:
         if done > (swaps + 0.5) / _SOAK_SWAPS:
             live.host.ask("publish")
             swaps += 1
-        with contextlib.suppress(OperError):  # a worker may end while it is inspected
+        with contextlib.suppress(OSError):  # a worker may end while it is inspected
             if live.host.ask("counts")["workers"] == case.workers:
                 pids = live.host.ask("pids")
                 samples.append((done, *(sum(map(of, [*pids, live.host.pid]))
