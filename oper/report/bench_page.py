@@ -120,13 +120,18 @@ def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]
     return svg_of(figure, f"contenders {name}", colours_of(names) if by_colour else ())
 
 
+def _stacked(heading: str, caption: str, unit: str,
+             bars: Sequence[tuple[str, Mapping[str, float]]]) -> list[Plot]:
+    """Plot bars made of parts, see `stacked`; nothing without bars."""
+    return [Plot(heading, caption, stacked(bars, unit, heading))] if bars else []
+
+
 def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    bars = [(c["name"], {k: float(v) for k, v in c["oper_phases_ms"].items() if _is_number(v)})
-            for c in cases if isinstance(c.get("oper_phases_ms"), dict)]
-    if not bars:
-        return []
-    return [Plot("OPER's step, phase by phase", "Median milliseconds inside the library, mean over "
-                 "ranks.", stacked(bars, "milliseconds", "phases"))]
+    return _stacked(
+        "OPER's step, phase by phase", "Median milliseconds inside the library, mean over ranks.",
+        "milliseconds", [
+            (c["name"], {k: float(v) for k, v in c["oper_phases_ms"].items() if _is_number(v)})
+            for c in cases if isinstance(c.get("oper_phases_ms"), dict)])
 
 
 def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -146,13 +151,12 @@ def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Plot the bytes sent by the hosts' network interfaces."""
-    bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])
+    return _stacked(
+        "Bytes by host", "Bytes that each host's network interface sends in a step of OPER's plan, "
+        "as counted by the kernel.", "megabytes", [
+            (c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])
                          if _is_number(x)})
-            for c in cases if isinstance(c.get("sent_bytes_by_host"), list)]
-    if not bars:
-        return []
-    return [Plot("Bytes by host", "Bytes that each host's network interface sends in a step of "
-                 "OPER's plan, as counted by the kernel.", stacked(bars, "megabytes", "hosts"))]
+            for c in cases if isinstance(c.get("sent_bytes_by_host"), list)])
 
 
 def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
@@ -171,8 +175,8 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
             bars.append((c["name"], links))
     if not bars:
         return []
-    return [Plot("Bytes by link", "Rows, gradients and partial sums that all ranks read in a step, "
-                 "by the link over which they are read.", stacked(bars, "megabytes", "links")),
+    return [*_stacked("Bytes by link", "Rows, gradients and partial sums that all ranks read in a "
+                      "step, by the link over which they are read.", "megabytes", bars),
             Table("Bytes by phase and link", ["case", "phase", "link", "bytes"], rows)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from oper.plan import Plan
 from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
@@ -14,7 +12,6 @@ from oper.search.explain.summary import KEY, doubt, replica_share, summary
 from oper.search.peers.baselines import peers
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import Problem
-from oper.support.files import write_text
 from oper.tables import format_bytes
 
 _COMPARED = "largest-first-lookups"
@@ -24,18 +21,13 @@ _LINKS = {"memory": "own memory", "link_in": "in, within the host",
           "rack_in": "in, between racks", "rack_out": "out, between racks"}
 
 
-def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> None:
-    """Write a self-contained HTML page about a plan.
+def page(plan: Plan, problem: Problem) -> str:
+    """Return a self-contained HTML page about a plan.
 
     Raises:
         MissingDependencyError: matplotlib or jinja2 is not installed.
         PlanError: the plan is for other tables or another number of ranks.
     """
-    write_text(path, page(plan, problem))
-
-
-def page(plan: Plan, problem: Problem) -> str:
-    """Return the page of `write_page` as text."""
     found = evaluate(plan, problem)
     before, verdict = _whole_tables(problem), verify_plan(plan, problem)
     topology = problem.topology

@@ -24,9 +24,10 @@ def run_explain(args: argparse.Namespace) -> int:
     code."""
     code = verbs.run_explain(args)
     if args.html is not None:
-        from oper.report.plan_page import write_page
+        from oper.report.plan_page import page
+        from oper.support.files import write_text
 
-        write_page(args.html, *verbs.explained(args))
+        write_text(args.html, page(*verbs.explained(args)))
         print(f"wrote {args.html}", file=sys.stderr)
     return code
 

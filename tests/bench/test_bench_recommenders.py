@@ -72,6 +72,7 @@ def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
     entries = []
     for forwards in (True, False):
         write_log(tmp_path, forwards)
+        recommenders._load.cache_clear()
         entries += run(tmp_path, "movietweetings/last-two/popularity")[0]
     assert entries[0]["data"] == entries[1]["data"]
     assert entries[0]["metrics"] != entries[1]["metrics"]

@@ -22,7 +22,7 @@ from oper.errors import FileFormatError, InvalidInputError, MissingDependencyErr
 from oper.plan import Plan
 from oper.report.bench_page import bench_page, load_record
 from oper.report.drift_page import drift_page, drifts
-from oper.report.plan_page import page as plan_page, write_page
+from oper.report.plan_page import page as plan_page
 from oper.report.run_page import load_metrics, run_page
 from oper.report.simulation import folder_batches
 from oper.report.stats_page import stats_page
@@ -415,8 +415,7 @@ def test_page_shows_host_memory_and_copies_per_host(tmp_path) -> None:
         {"rows": [0, 500], "place": "replicated", "ranks": [1, 2]},
         {"rows": [2000, 4000], "place": "striped", "ranks": [0, 1, 2, 3], "memory": "host"}]}}}
     problem = make_problem(specs, stats, machine, batch_size=256, constraints=held)
-    write_page(tmp_path / "plan.html", plan_problem(problem), problem)
-    page = (tmp_path / "plan.html").read_text()
+    page = plan_page(plan_problem(problem), problem)
     assert "copy per host" in page and page.count("host memory") >= 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,30 +54,25 @@ def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_si
     return Plan(world_size, tuple(entries))
 
 
-def _tiers(kind: str, number: int, num_rows: int, world_size: int) -> list[Tier]:
+def _tiers(kind: str, number: int, n: int, world_size: int) -> list[Tier]:
+    """The tiers of table `number`, which has `n` rows."""
     every = tuple((number + r) % world_size for r in range(world_size))
-    head = max(1, min(num_rows - 1, round(_HEAD * num_rows)))
-    whole = {
-        "striped": Tier(0, num_rows, "striped", every),
-        "owned on one rank": Tier(0, num_rows, "owned", (0,)),
-        "owned, balanced": Tier(0, num_rows, "owned", every[:1]),
-        "striped 3:1": Tier(0, num_rows, "striped", tuple(range(world_size)),
-                            (3,) + (1,) * (world_size - 1)),
-        "replicated": Tier(0, num_rows, "replicated", every),
-        "pushed": Tier(0, num_rows, "striped", every, mode="push"),
-        "owned, pushed": Tier(0, num_rows, "owned", every[:1], mode="push")}
-    if kind in whole:
-        return [whole[kind]]
-    tail = Tier(head, num_rows, "striped", every)
-    if kind == "half owned":
-        one = Tier(0, num_rows, "owned", (0,))
-        return [one if number % 2 else Tier(0, num_rows, "striped", every)]
-    if kind == "head on one rank":
-        return [Tier(0, head, "owned", (0,)), tail]
-    copies = Tier(0, head, "replicated", every)
-    if kind == "head replicated":
-        return [copies, tail]
-    return [copies, Tier(head, num_rows, "striped", every, mode="push")]
+    head = max(1, min(n - 1, round(_HEAD * n)))
+    copies, tail = Tier(0, head, "replicated", every), Tier(head, n, "striped", every)
+    striped, on_one_rank = Tier(0, n, "striped", every), Tier(0, n, "owned", (0,))
+    return {
+        "striped": [striped],
+        "owned on one rank": [on_one_rank],
+        "owned, balanced": [Tier(0, n, "owned", every[:1])],
+        "striped 3:1": [Tier(0, n, "striped", tuple(range(world_size)),
+                             (3,) + (1,) * (world_size - 1))],
+        "replicated": [Tier(0, n, "replicated", every)],
+        "head replicated": [copies, tail],
+        "head on one rank": [Tier(0, head, "owned", (0,)), tail],
+        "half owned": [on_one_rank if number % 2 else striped],
+        "pushed": [replace(striped, mode="push")],
+        "owned, pushed": [Tier(0, n, "owned", every[:1], mode="push")],
+        "head replicated, tail pushed": [copies, replace(tail, mode="push")]}[kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,16 +383,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log and cached while its files do
-    not change."""
-    return _load(name, protocol, tuple(
-        (path, os.stat(path).st_mtime_ns, os.stat(path).st_size)
-        for path in data_files(DATA_SETS[name].files)))
+    """The interactions of a data set, preprocessed from the raw log and cached."""
+    return _load(name, protocol, tuple(data_files(DATA_SETS[name].files)))
 
 
 @functools.cache
-def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> Interactions:
-    files, source = [path for path, *_ in found], DATA_SETS[name]
+def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
+    source = DATA_SETS[name]
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
         Column(name, "sparse", "string") for name in source.columns)
