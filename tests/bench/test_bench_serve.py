@@ -29,7 +29,7 @@ from oper.bench.serve.rate_search import STEP, Search, search
 from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
 from oper.bench.tables.lookup import LookupCase
-from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.sides import PLAN_KINDS
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from oper.bench.core.measure import median_phases, over, paired
 from oper.bench.core.planning import gather, slowest
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Dense, Side
-from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
+from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
@@ -74,22 +74,16 @@ class Case(WithWorkload):
                 runner.close(name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsharded:
-    """State shared by the cases of one workload: the unsharded model (rank 0) and the verdicts of
-    comparing contenders with it, by `Contender.key`."""
-
-    checks: Checks
-    reference: Reference | None
-    verdicts: dict[Any, dict[str, Any]] = field(default_factory=dict)
+_Unsharded = tuple[Checks, Reference | None, dict[Any, dict[str, Any]]]
 
 
 @functools.lru_cache(maxsize=1)
 def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
+    """State shared by the cases of one workload: batches, the unsharded model (rank 0) and the
+    verdicts of comparing contenders with it, by `Contender.key`."""
     checks = Checks(work)
-    if checks.rank:
-        return _Unsharded(checks, None)
-    return _Unsharded(checks, Reference(checks, Dense()) if whole_model else KeptReference(checks))
+    dense = Dense() if whole_model else None
+    return checks, None if checks.rank else Reference(checks, dense), {}
 
 
 class _Runner(ClusterRun):
@@ -103,7 +97,7 @@ class _Runner(ClusterRun):
 
     @property
     def unsharded(self) -> _Unsharded:
-        """The unsharded model of this workload and the verdicts so far."""
+        """See `_unsharded`."""
         return _unsharded(self.work, self.case.objective, self.case.whole_model)
 
     def run(self) -> dict[str, Any]:
@@ -144,27 +138,26 @@ class _Runner(ClusterRun):
     def _verify(self, contender: Contender, side: Side) -> bool:
         """Whether a side's results agree with the unsharded model's. Collective. Rate limits are
         lifted during the comparison, which does not depend on them."""
-        kept = self.unsharded
-        if contender.key not in kept.verdicts:
+        checks, reference, verdicts = self.unsharded
+        if contender.key not in verdicts:
             limit(self.links, False)
             if self.trains:
                 tables = side.tables
                 side.tables = tables if contender.name in ("oper", IN_PARTS) else None
-                verdict = verify(side, kept.checks, kept.reference)
+                verdict = verify(side, checks, reference)
                 side.tables = tables
             else:
                 verdict = self._compare_lookups(side)
-            kept.verdicts[contender.key] = gather(verdict)[0]
+            verdicts[contender.key] = gather(verdict)[0]
             limit(self.links)
-        return bool(kept.verdicts[contender.key]["passed"])
+        return bool(verdicts[contender.key]["passed"])
 
     def _compare_lookups(self, side: Side) -> dict[str, Any]:
-        verdict, kept = Verdict(), self.unsharded
-        for step in range(len(kept.checks.ids)):
-            ours = gather_rows(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
-            if kept.reference is not None:
-                verdict.compare("pooled", ours,
-                                kept.reference.step(step, torch.zeros_like(ours))[0])
+        verdict, (checks, reference, _) = Verdict(), self.unsharded
+        for step in range(len(checks.ids)):
+            ours = gather_rows(side.lookup(checks.batch(step, self.rank).sparse_features))
+            if reference is not None:
+                verdict.compare("pooled", ours, reference.step(step, torch.zeros_like(ours))[0])
         return verdict.to_json()
 
     # ---- time ------------------------------------------------------------------------------------
@@ -271,7 +264,7 @@ class _Runner(ClusterRun):
                 "executed_ms": round(screened[c.name] if times is None
                                      else float(np.median(times)), 3),
                 "is_screened_only": times is None,
-                "verification": self.unsharded.verdicts[c.key]}
+                "verification": self.unsharded[2][c.key]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":

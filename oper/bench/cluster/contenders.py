@@ -18,6 +18,7 @@ from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather, joint_stats, planned
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
+    CPU_PLAN_KINDS,
     Dense,
     Side,
     build_data_parallel,
@@ -25,7 +26,6 @@ from oper.bench.tables.sides import (
     build_torchrec,
     make_collection,
 )
-from oper.bench.tables.torchrec_peer import CPU_PLAN_KINDS
 from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.certificate.carried import not_certified

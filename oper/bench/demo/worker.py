@@ -18,8 +18,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
-from oper.bench.tables.sides import Side
-from oper.bench.tables.torchrec_peer import PLAN_KINDS, sharding_types
+from oper.bench.tables.sides import PLAN_KINDS, Side, sharding_types
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig

@@ -34,8 +34,13 @@ from oper.bench.core.record import elapsed
 from oper.bench.core.workload import EXPONENTS, Workload, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
-from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
-from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.sides import (
+    OPTIMIZER,
+    PLAN_KINDS,
+    build_torchrec,
+    make_collection,
+    moved_bytes,
+)
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
 from oper.bench.tables.verify import NUM_STEPS, Checks, Verdict
 from oper.plan import uniform_plan

@@ -15,7 +15,6 @@ from torch import nn
 
 from oper.bench.core.planning import rows_by_placement
 from oper.bench.core.workload import NO_ID, NUM_DENSE, Workload
-from oper.bench.tables.torchrec_peer import sharding_types
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.train.config import DLRMConfig
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
 
 OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # of OPER's tables
+PLAN_KINDS = ("table_wise", "mixed")  # plans of TorchRec, see `sharding_types`
+# On CPU, TorchRec has no row-wise, table-row-wise or grid sharding of pooled tables.
+CPU_PLAN_KINDS = (*PLAN_KINDS, "column_wise", "any")
+MIXED_MAX_ROWS = 10_000  # tables up to this size are data-parallel in the mixed plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +281,22 @@ def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
         bucket_cap_mb=bucket_mb)
     average_in_shared_memory(wrapped)
     return wrapped
+
+
+def sharding_types(kind: str, num_rows: int) -> list[str] | None:
+    """The sharding types that a table of `num_rows` rows may have; None = all that TorchRec
+    supports.
+
+    Args:
+        kind: ``"table_wise"``; ``"column_wise"``; ``"mixed"`` (tables of at most `MIXED_MAX_ROWS`
+            rows data-parallel, larger ones table-wise); or ``"any"`` (the planner's choice).
+        num_rows: rows of the table.
+    """
+    if kind == "any":
+        return None
+    if kind == "mixed":
+        return ["data_parallel" if num_rows <= MIXED_MAX_ROWS else "table_wise"]
+    return [kind]
 
 
 def build_torchrec(work: Workload, dense: Dense | None, kind: str,

@@ -20,8 +20,14 @@ from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic, drift
 from oper.bench.tables import model_case
 from oper.bench.tables.ceiling import Ceiling
-from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, moved_bytes
-from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.sides import (
+    PLAN_KINDS,
+    Dense,
+    Side,
+    build_oper,
+    build_torchrec,
+    moved_bytes,
+)
 from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
 from oper.errors import UsageError

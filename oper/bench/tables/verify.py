@@ -132,6 +132,9 @@ class Checks:
 class Reference:
     """The unsharded model, trained on the batches of all ranks together.
 
+    Without a dense part, all contenders have the same output gradients. The model then trains only
+    once, and a contender with other gradients is compared with NaN and fails.
+
     Args:
         checks: the batches.
         dense: the dense part around the tables; None = the collection alone.
@@ -148,9 +151,13 @@ class Reference:
         self._rows = [w.detach()[at] for w, at in zip(self.weights.values(), self._touched,
                                                       strict=True)]
         self.dense_start = {n: p.detach().clone() for n, p in self.dense.items()}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, pooled embeddings
 
     def reset(self) -> None:
-        """Restore the initial weights and optimizer state for the next contender."""
+        """Restore the initial weights and optimizer state for the next contender, if there is a
+        dense part."""
+        if not self.dense:
+            return
         with torch.no_grad():
             for weight, at, rows in zip(self.weights.values(), self._touched, self._rows,
                                         strict=True):
@@ -172,15 +179,23 @@ class Reference:
             Pooled embeddings [W * B, sum of dims] and logits [W * B] (None without a dense part),
             both from before the tables' update.
         """
-        batch, logits = self._checks.joint_batch(number), None
+        batch = self._checks.joint_batch(number)
         if self.dense:
-            logits = self._dense_step(batch)
+            logits = self._dense_step(batch).float()
+            return self._step_of_tables(batch, gradient), logits
+        if number == len(self._kept):
+            self._kept.append((gradient.clone(), self._step_of_tables(batch, gradient)))
+        expected, pooled = self._kept[number]
+        return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
+                None)
+
+    def _step_of_tables(self, batch: Any, gradient: torch.Tensor) -> torch.Tensor:
         pooled = self._bags(batch.sparse_features).values()
         # OPER and TorchRec average the gradients of the ranks' losses.
         pooled.backward(gradient / self._checks.world_size)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return pooled.detach(), None if logits is None else logits.float()
+        return pooled.detach()
 
     def _dense_step(self, batch: Any) -> torch.Tensor:
         self._bags.requires_grad_(False)
@@ -191,26 +206,6 @@ class Reference:
         sgd.step()
         sgd.zero_grad()
         return logits.detach()
-
-
-class KeptReference(Reference):
-    """A reference without dense part that trains only once, for contenders that all have the same
-    output gradients. A contender with different gradients is compared with NaN and fails.
-    """
-
-    def __init__(self, checks: Checks) -> None:
-        super().__init__(checks)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def reset(self) -> None:
-        """Do nothing: every contender is compared with the weights after the last step."""
-
-    def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if number == len(self._kept):
-            self._kept.append((gradient.clone(), super().step(number, gradient)[0]))
-        expected, pooled = self._kept[number]
-        return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
-                None)
 
 
 def verify(side: Side, checks: Checks, reference: Reference | None) -> dict[str, Any]:
