@@ -4,6 +4,7 @@ import http.server
 import json
 import mmap
 import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -193,6 +194,9 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
             pool.configure(1, 1, 6, "eager")
             assert pool.run(1, loadgen.Settings("Server", 50, 0.3, min_queries=8,
                                                 num_samples=8)).rate > 0
+        os.kill(pools["torch"]._workers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(OperError, match="a worker has failed during the run: contender='to"):
+            pools["torch"].run(1, loadgen.Settings("Server", 50, 0.3, num_samples=8))
     finally:
         for pool in pools.values():
             pool.close()

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ _PAIRS = 512  # limit of the queries per message
 class _Worker:
     process: Child
     queries: socket.socket
-    outstanding: int = 0
+    outstanding: set[int] = field(default_factory=set)  # LoadGen's ids of the queries in work
 
 
 class Pool:
@@ -133,20 +133,24 @@ class Pool:
         """Run LoadGen; a query goes to the least loaded of the first `count` workers. Raises
         OperError if a worker fails."""
         used = self._workers[:count]
-        stop = threading.Event()
+        stop, lock = threading.Event(), threading.Lock()
         lost: list[int] = []
-        receiver = threading.Thread(target=_receive, args=(used, stop, lost))
+        receiver = threading.Thread(target=_receive, args=(used, stop, lost, lock))
         receiver.start()
 
         def issue(pairs: list[tuple[int, int]]) -> None:
-            if lost:
-                raise OperError("a worker has failed", "contender", self.kind, "a running worker",
-                                "see its log above")
             size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
             for k in range(0, len(pairs), size):
-                worker, part = min(used, key=lambda w: w.outstanding), pairs[k:k + size]
-                worker.outstanding += len(part)
-                worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+                part = pairs[k:k + size]
+                numbers = [number for number, _ in part]
+                with lock:
+                    if lost:  # the run has failed, and ends when all queries are answered
+                        loadgen.complete(numbers)
+                        continue
+                    worker = min(used, key=lambda w: len(w.outstanding))
+                    worker.outstanding.update(numbers)
+                    with contextlib.suppress(ConnectionError):  # `_receive` answers these
+                        worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
 
         try:
             result = loadgen.run(settings, issue)
@@ -170,8 +174,9 @@ class Pool:
         self._workers.clear()
 
 
-def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> None:
-    """Report completed queries to LoadGen, until `stop`."""
+def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int],
+             lock: threading.Lock) -> None:
+    """Report completed queries to LoadGen, and those of a worker that has exited, until `stop`."""
     poll = select.poll()
     by_number = {w.queries.fileno(): w for w in workers}
     for number in by_number:
@@ -179,13 +184,17 @@ def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> 
     while not stop.is_set():
         for number, _ in poll.poll(50):
             worker, done = by_number[number], array.array("Q")
-            data = worker.queries.recv(1 << 16)
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = worker.queries.recv(1 << 16)
             if not data:
-                lost.append(worker.process.pid)
+                with lock:
+                    lost.append(worker.process.pid)
                 poll.unregister(number)
+                loadgen.complete(list(worker.outstanding))
                 continue
             done.frombytes(data)
-            worker.outstanding -= len(done)
+            worker.outstanding.difference_update(done)
             loadgen.complete(done.tolist())
 
 
