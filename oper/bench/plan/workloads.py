@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from oper.analysis import ValueCountOptions, stats_from_value_counts
 from oper.bench.core.workload import data_files
-from oper.data.generate.published import CRITEO_KAGGLE_ROWS
+from oper.data.generate.published import (
+    CRITEO_1TB_DISTINCT,
+    CRITEO_KAGGLE_ROWS,
+    MLPERF_CAP,
+    MLPERF_MULTI_HOT,
+)
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
@@ -68,15 +70,11 @@ def criteo_kaggle(seed: int) -> Workload:
                      8192)
 
 
-def mlperf_dlrm_v2(seed: int) -> Workload | None:
-    """The 26 tables and multi-hot bag lengths of MLPerf DLRM-DCNv2; None without its file."""
-    found = data_files("table_configs/table_configs.json")
-    if not found:
-        return None
-    value = json.loads(Path(found[0]).read_text(encoding="utf-8"))["mlperf_dlrm_v2"]
-    rows = value["rows"]
+def mlperf_dlrm_v2(seed: int) -> Workload:
+    """The 26 tables and multi-hot bag lengths of MLPerf DLRM-DCNv2."""
     rng = np.random.default_rng(seed)
-    return _workload(rows, [value["dim"]] * len(rows), value["multi_hot"],
+    rows = [min(n, MLPERF_CAP) for n in CRITEO_1TB_DISTINCT]
+    return _workload(rows, [128] * len(rows), MLPERF_MULTI_HOT,
                      rng.uniform(0.9, 1.2, len(rows)).tolist(), 8192)
 
 
@@ -85,19 +83,9 @@ def avazu(seed: int) -> Workload | None:
     found = data_files("avazu_value_counts/avazu_train_value_counts_ge50.csv.gz")
     if not found:
         return None
-    counts: dict[str, list[int]] = {}
-    with gzip.open(found[0], "rt", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            counts.setdefault(row["Field"], []).append(int(row["Total"]))
-    specs, stats = [], {}
-    for name, values in sorted(counts.items()):
-        ordered = np.sort(np.array(values, np.int64))[::-1]
-        num_bags = int(ordered.sum())
-        specs.append(TableSpec(name, ordered.size, 64, (name,)))
-        stats[name] = TableStats.from_counts(ordered.size, np.arange(ordered.size), ordered,
-                                             (np.array([1]), np.array([num_bags])))
-    most = max(t.num_bags for t in stats.values())
-    return Workload(specs, AccessStats(most, stats, "published value counts", True), 8192)
+    stats = stats_from_value_counts(found[0], ValueCountOptions(min_count=50))
+    return Workload([TableSpec(name, t.num_rows, 64, (name,))
+                     for name, t in sorted(stats.tables.items())], stats, 8192)
 
 
 def synthetic(num_tables: int, seed: int, exponent: float | None = None) -> Workload:
