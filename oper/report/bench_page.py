@@ -26,12 +26,11 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
                 value["benchmark"]):
             found: dict[str, Any] = value
             return found
+        problem: object = {k: value.get(k) for k in ("benchmark", "machine", "versions", "cases")}
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(what, "content", str(error), "a record with benchmark and cases",
-                              "pass a record written by oper bench --json") from None
-    raise FileFormatError(what, "benchmark, machine, versions, cases",
-                          [value.get(k) for k in ("benchmark", "machine", "versions", "cases")],
-                          "a name, two objects, and cases with names",
+        problem = str(error)
+    raise FileFormatError(what, "content", problem, "a name (benchmark), two objects (machine, "
+                          "versions), and cases with names",
                           "pass a record written by oper bench --json")
 
 

@@ -110,7 +110,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int,
-             wire: WireReplay | None = None) -> Simulation:
+             wire: WireReplay) -> Simulation:
     """Replay up to `steps` steps of batches through a plan.
 
     Args:
@@ -118,13 +118,11 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         problem: machine, costs and statistics.
         batches: yields for each step the batches of all ranks.
         steps: maximum number of steps.
-        wire: counts bytes between hosts, and defines the tables whose gradients are
-            clipped. None = count without clipping.
+        wire: counts bytes between hosts, and defines the tables whose gradients are clipped.
 
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
-    wire = wire or _wire(plan, problem, ())
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]

@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,21 +15,6 @@ from oper.bench.core.launch import Progress
 from oper.bench.dynamic.case import DynamicCase, State
 from oper.bench.tables import train
 from oper.bench.tables.train import TrainCase
-
-
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """A case whose measurement raises ValueError."""
-
-    name: str
-    world_size: ClassVar[int] = 1
-    threads_per_rank: ClassVar[int] = 1
-
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Raises ValueError."""
-        if self.name:
-            raise ValueError(self.name)
-        return {"verified": True}
 
 
 def doubles(pipe: Any) -> None:

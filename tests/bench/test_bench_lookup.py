@@ -335,8 +335,10 @@ class FailingCase:
 
 
 def test_a_case_that_fails_on_one_rank_is_the_one_reported() -> None:
-    """Also if rank 0 already has its figures; the remaining cases are still measured."""
+    """With the rank's log, also if rank 0 already has its figures; the remaining cases are still
+    measured."""
     before, after, neither = measured([FailingCase(n) for n in ("before", "after", "neither")])
     for found in (before, after):
-        assert not found["verified"] and "as rank 1 knows" in found["failed"], found
+        assert not found["verified"] and "a benchmark process has failed" in found["failed"]
+        assert "ValueError: as rank 1 knows" in found["failed"], found
     assert neither == {"name": "neither", "verified": True}

@@ -12,7 +12,6 @@ import torch
 from oper.bench import verbs
 from oper.bench.core import record
 from oper.bench.core.child import Child
-from oper.bench.core.launch import measured
 from oper.bench.core.memory import peak_rss_mb
 from oper.bench.core.report import noise_note, report
 from oper.bench.core.workload import Workload, batch_ids, collect_stats
@@ -147,12 +146,6 @@ def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> 
 def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
     with pytest.raises(InvalidInputError, match=r"nothing to run.*--only='nope'"):
         _run(monkeypatch, ["train", "--cases", "nope"], True)
-
-
-def test_a_failing_worker_shows_its_log_and_the_next_case_has_another() -> None:
-    failed, other = measured([helpers.Failing("of no use"), helpers.Failing("")])
-    assert not failed["verified"] and "a benchmark process has failed" in failed["failed"]
-    assert "Error: of no use" in failed["failed"] and other == {"name": "", "verified": True}
 
 
 def test_a_helper_process_obeys_and_its_errors_are_raised() -> None:
