@@ -32,7 +32,10 @@ LARGE = {"cadvae": ("500k", 500_000)}
 SEQUENCES: dict[str, dict[str, Any]] = {"hstu": {
     "model.steps": 200, "model.window": 1, "catalogue.length": 165, "catalogue.spread": 1.0}}
 BATCH_SIZE = {"hstu": 64}  # smaller than the default, since its sequences are longer
-SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # TorchRec's; one for all tables
+# Sharding types of all tables in TorchRec's plans, besides the one that its planner chooses.
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+# On CPU, TorchRec does not shard pooled tables row-wise, as are CaD-VAE's.
+NO_ROW_WISE = ("cadvae",)
 TOLERANCE = 1e-4  # relative error of a loss; shapes of matrix products differ between contenders
 CHECKED_STEPS = 3
 # embedding: lookups, backward and update of the collections alone; step: the entire model's.
@@ -89,8 +92,9 @@ class ModelCase:
         # Epoch 1, since the access statistics are collected from epoch 0.
         batches = [b for b, _ in itertools.islice(task.epoch(1), self.num_batches)]
         engines = {}
-        shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
-        for name in ("oper", *plan_kinds(shapes)):
+        for name in ("oper", "planner", *SHARDING_TYPES):
+            if name == "row_wise" and self.model in NO_ROW_WISE:
+                continue
             run.say(f"building {name}")
             engines[name] = _engine(task, name)
         run.say("comparing losses")
@@ -111,23 +115,6 @@ class ModelCase:
             "model": self.config().to_json()["model"], "case": asdict(self),
             "tables": _describe(engines["oper"]), "threads_per_rank": torch.get_num_threads(),
             "world_size": run.world_size}
-
-
-def plan_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Names of TorchRec's plans: ``planner`` (its planner's choice), and each of `SHARDING_TYPES`
-    that it supports on CPU for every table of the model.
-
-    TorchRec shards pooled tables row-wise only on GPUs, so a model with pooled tables has no
-    row-wise contender.
-    """
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-
-    able = set(SHARDING_TYPES)
-    for sharder in (EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()):
-        if any(isinstance(m, sharder.module_type) for m in model.modules()):
-            able &= set(sharder.sharding_types("cpu"))
-    return ("planner", *(kind for kind in SHARDING_TYPES if kind in able))
 
 
 def _engine(task: RecommenderTask, name: str) -> Engine:
