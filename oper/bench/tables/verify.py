@@ -179,12 +179,13 @@ class Reference:
             Pooled embeddings [W * B, sum of dims] and logits [W * B] (None without a dense part),
             both from before the tables' update.
         """
-        batch = self._checks.joint_batch(number)
         if self.dense:
+            batch = self._checks.joint_batch(number)
             logits = self._dense_step(batch).float()
             return self._step_of_tables(batch, gradient), logits
         if number == len(self._kept):
-            self._kept.append((gradient.clone(), self._step_of_tables(batch, gradient)))
+            self._kept.append((gradient.clone(), self._step_of_tables(
+                self._checks.joint_batch(number), gradient)))
         expected, pooled = self._kept[number]
         return (pooled if torch.equal(expected, gradient) else torch.full_like(pooled, math.nan),
                 None)
