@@ -136,18 +136,25 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     } | shard_arguments
     sharded = oper.shard(model, optimizer=table_optimizer(o), gradient_guard=config.guard,
                          **arguments)
-    module = sharded
-    if ranks()[1] > 1:
-        from torch.nn.parallel import DistributedDataParallel
-
-        from oper.integration.dense.gradients import average_in_shared_memory
-
-        # The settings of TorchRec's wrapper, except that DLRMs have no buffers to broadcast.
-        module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
-        average_in_shared_memory(module)
     # Between hosts, lookups are collective.
-    return Engine(module, sharded, [dense_optimizer(o, sharded)],
+    return Engine(data_parallel(sharded), sharded, [dense_optimizer(o, sharded)],
                   any(not tables.is_one_domain for tables in tables_of(sharded)), config.guard)
+
+
+def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
+    """Wrap a model in DistributedDataParallel, with the settings of TorchRec's wrapper and
+    `options`, if there are several ranks. Those that share memory average gradients there instead
+    of sending messages."""
+    if ranks()[1] == 1:
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    from oper.integration.dense.gradients import average_in_shared_memory
+
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True,
+                                     **options)
+    average_in_shared_memory(module)
+    return module
 
 
 def table_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -18,7 +18,7 @@ from oper.bench.core.workload import NO_ID, NUM_DENSE, Workload
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.train.config import DLRMConfig
-from oper.train.engines import is_table, shard_by_torchrec, unfused_tables
+from oper.train.engines import data_parallel, is_table, shard_by_torchrec, unfused_tables
 from oper.train.model import dlrm_over, ranks
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str =
     optimizers: list[torch.optim.Optimizer] = []
     if dense:
         optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
-        sharded = _data_parallel(sharded, dense.bucket_mb)
+        sharded = data_parallel(sharded, broadcast_buffers=False, bucket_cap_mb=dense.bucket_mb)
     about = {"rows": rows_by_placement(plan.tables), "step_us": plan.step_us,
              "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
     return Side("oper", sharded, bags, optimizers, None, work.features, about, bags.tables)
@@ -267,20 +267,6 @@ def build_data_parallel(work: Workload) -> Side:
     model = nn.parallel.DistributedDataParallel(BagsOnly(collection), gradient_as_bucket_view=True)
     return Side("ddp-dense", model, collection,
                 [Adagrad(collection.parameters(), lr=LEARNING_RATE, eps=EPS)], None, work.features)
-
-
-def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
-    """DDP with the settings of TorchRec's wrapper except for `bucket_mb`; ranks that share memory
-    average gradients there instead of sending messages."""
-    from oper.integration.dense.gradients import average_in_shared_memory
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return model
-    wrapped = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
-        bucket_cap_mb=bucket_mb)
-    average_in_shared_memory(wrapped)
-    return wrapped
 
 
 def sharding_types(kind: str, num_rows: int) -> list[str] | None:
