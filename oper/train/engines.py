@@ -95,24 +95,23 @@ def make_engine(model: nn.Module, config: TrainConfig,
         config: the run's configuration.
         stats: returns access statistics; called with ``sharding="oper"`` if the configuration has
             neither statistics nor a plan.
+
+    Raises:
+        InvalidInputError: the model is not to be sharded, but there are several ranks.
     """
     if config.sharding == "oper":
         given = {} if config.stats or config.plan or stats is None else {"stats": stats()}
         return with_oper(model, config, **given)
     if config.sharding == "torchrec":
         return with_torchrec(model, config)
+    if ranks()[1] > 1:
+        raise InvalidInputError("cannot train unsharded", "world size", ranks()[1],
+                                "1 with sharding='none'", "start one process")
     return unsharded(model, config.optimizer)
 
 
 def unsharded(model: nn.Module, config: OptimizerConfig) -> Engine:
-    """Create the engine of an unsharded model, in plain PyTorch.
-
-    Raises:
-        InvalidInputError: there are several ranks.
-    """
-    if ranks()[1] > 1:
-        raise InvalidInputError("cannot train unsharded", "world size", ranks()[1],
-                                "1 with sharding='none'", "start one process")
+    """Create the engine of an unsharded model of one rank, in plain PyTorch."""
     tables = SparseTableOptimizer(model, config.tables, config.tables_lr, config.tables_eps)
     return Engine(model, model, [tables, dense_optimizer(config, model)])
 

@@ -19,8 +19,7 @@ from oper.bench.core.measure import Run, over
 from oper.bench.core.planning import gather, rows_by_placement, total
 from oper.bench.tables.unsharded import step_on_shares
 from oper.train.config import TrainConfig, load_config
-from oper.train.engines import Engine, dense_optimizer, with_torchrec
-from oper.train.reference import SparseTableOptimizer
+from oper.train.engines import Engine, unsharded, with_torchrec
 from oper.train.tasks import RecommenderTask
 
 MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
@@ -144,10 +143,7 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
     worst: dict[str, float] = dict.fromkeys(engines, 0.0)
     if rank == 0:
         torch.manual_seed(task.config.seed)
-        model, rule = task.build(), task.config.optimizer
-        plain = Engine(model, model, [
-            SparseTableOptimizer(model, rule.tables, rule.tables_lr, rule.tables_eps),
-            dense_optimizer(rule, model)])
+        plain = unsharded(task.build(), task.config.optimizer)
         for step in range(CHECKED_STEPS):
             results = step_on_shares(plain, [x[step] for x in every], 100 * step)
             mean = sum(float(loss) / world_size for loss, _ in results)
