@@ -113,15 +113,17 @@ class ClickTask:
         return evaluate_clicks(engine, self.splits["valid"], show_progress)
 
 
-def click_batches(config: TrainConfig, split: str) -> Loader:
-    """Return this rank's batches of a split of a click log.
+def click_batches(config: TrainConfig, split: str, of: tuple[int, int] | None = None) -> Loader:
+    """Return this rank's batches of a split of a click log; `of`: another rank, and the number of
+    ranks.
 
     Global batches of the same size contain the same samples for any number of ranks.
     """
+    rank, world_size = of or (None, None)
     training = split == "train"
     return Loader(config.data, split, LoaderOptions(
         config.batch_size, window=_WINDOW if training and config.shuffle else 0, seed=config.seed,
-        drop_last=training, share="batches"))
+        drop_last=training, share="batches", rank=rank, world_size=world_size))
 
 
 def evaluate_clicks(engine: Engine, data: Loader, show_progress: bool = False) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
 from oper.bench.tables.sides import PLAN_KINDS, Side, sharding_types
 from oper.bench.tables.unsharded import step_on_shares
-from oper.data import Folder, Loader, LoaderOptions
+from oper.data import Folder, Loader
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, unsharded, with_oper, with_torchrec
 from oper.train.metrics import gather_rows
 from oper.train.model import build_dlrm, full_state, ranks, save_state
-from oper.train.tasks import evaluate_clicks
+from oper.train.tasks import click_batches, evaluate_clicks
 
 # SGD for the dense part: Adagrad's first step is lr times the sign of the gradient, so that the
 # rounding of a gradient near 0 may change a parameter by 2 lr.
@@ -91,7 +91,7 @@ class Sharded(Training):
         results: dict[str, Any] = {}
         for name, (engine, _) in sides.items():
             progress(f"validating {name}")
-            results[name] = evaluate_clicks(engine, _batches(self, "valid", *ranks()))
+            results[name] = evaluate_clicks(engine, click_batches(_config(self), "valid"))
         progress("timing the embedding collections alone")
         taken = {"train_step": timed, **_time_collections(sides, self)}
         others = clock.others(total)
@@ -120,7 +120,7 @@ class Unsharded(Training):
             if step % 50 == 0:
                 progress(f"unsharded: step {step} of {self.num_steps}")
         progress("validating the unsharded model")
-        return evaluate_clicks(engine, _batches(self, "valid", 0, 1))
+        return evaluate_clicks(engine, click_batches(_config(self), "valid"))
 
 
 def _model(case: Training) -> nn.Module:
@@ -134,22 +134,19 @@ def _side(case: Training, kind: str) -> tuple[Engine, Any]:
 
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
 
-    config = TrainConfig(data=case.data, batch_size=case.batch_size, optimizer=OPTIMIZERS)
     if kind == "oper":
-        engine = with_oper(_model(case), config, plan=case.plan, stats=None)
+        engine = with_oper(_model(case), _config(case), plan=case.plan, stats=None)
     else:
-        engine = with_torchrec(_model(case), config,
+        engine = with_torchrec(_model(case), _config(case),
                                lambda table: sharding_types(kind, table.num_embeddings))
     return engine, next(m for m in engine.bare.modules() if isinstance(
         m, ShardedEmbeddingBags | ShardedEmbeddingBagCollection))
 
 
-def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:
-    """A rank's loader with batches of `size` samples; 0 = its share of a step's samples."""
-    training = split == "train"
-    return Loader(case.data, split, LoaderOptions(
-        size or case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
-        seed=case.seed, drop_last=training, share="batches", rank=rank, world_size=world_size))
+def _config(case: Training, batch_size: int = 0) -> TrainConfig:
+    """The training configuration; `batch_size`: other than the case's."""
+    return TrainConfig(data=case.data, batch_size=batch_size or case.batch_size, seed=case.seed,
+                       optimizer=OPTIMIZERS)
 
 
 def _epochs(loader: Loader) -> Iterator[Any]:
@@ -168,7 +165,7 @@ def _training_batches(case: Training, rank: int) -> Iterator[Any]:
     """
     for steps, size in ((case.checked_steps, case.checked_batch_size),
                         (case.num_steps - case.checked_steps, case.batch_size)):
-        loader = _batches(case, "train", rank, case.world_size, size)
+        loader = click_batches(_config(case, size), "train", (rank, case.world_size))
         yield from itertools.islice(_epochs(loader), steps)
 
 
@@ -208,7 +205,7 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
     """Times (s) of each collection's ``step`` (forward, backward, update) and ``forward``. The ids
     are those of the validation split, which the plan's statistics do not include; the output
     gradient is random."""
-    data = _batches(case, "valid", *ranks())
+    data = click_batches(_config(case), "valid")
     full = (b for b in data if b.labels.numel() == case.batch_size)
     batches = list(itertools.islice(full, _NUM_BATCHES))
     torch.manual_seed(case.seed + ranks()[0])
