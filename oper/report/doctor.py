@@ -40,7 +40,6 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
     "httptools": (("httptools",), "oper serve", "pip install 'oper[serve]'"),
     "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[bench]'"),
 }
-_HUGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -89,7 +88,7 @@ def examine() -> Report:
     if report.libraries["host"] == "loads":
         try:
             report.machine["heap pages"] = page_kind()
-        except (OSError, RuntimeError) as error:
+        except (OperError, OSError, RuntimeError) as error:
             report.problems.append(f"no shared memory between processes: {error}; allow "
                                    "memfd_create and mmap in this container")
     report.gpus = _gpus()
@@ -217,21 +216,14 @@ def page_kind() -> str:
     """
     import torch
 
-    from oper.shmem.memory.segments import map_segment
+    from oper.shmem.group.groups import SingleGroup
+    from oper.shmem.memory.host_heap import HostHeap
 
-    size = 4 * _HUGE_BYTES
-    address = 0
-    fd = os.memfd_create("oper-doctor", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, size)
-        address = map_segment(fd, size, True)
-        torch.ops.oper.segment_bytes(address, size).fill_(1)
-        collapsed = torch.ops.oper.collapse_segment(address, size)
-    finally:
-        if address:
-            torch.ops.oper.unmap_segment(address, size)
-        os.close(fd)
-    return "2 MiB (collapsed when rows are loaded)" if collapsed == size else "4 KiB"
+    size = 8 << 20
+    with contextlib.closing(HostHeap(SingleGroup(), [size])) as heap:
+        torch.ops.oper.segment_bytes(heap.addresses[0], size).fill_(1)
+        heap.collapse([size], lambda: None)
+        return "2 MiB (collapsed when rows are loaded)" if heap.page_kind == "2MiB" else "4 KiB"
 
 
 def _gpus() -> list[str]:
