@@ -68,12 +68,8 @@ class BusyClock:
 
 def _busy_seconds() -> float:
     """Processor time (s) used since boot, summed over all cores; 0 without ``/proc/stat``."""
-    try:
-        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
-    except OSError:
-        return 0.0
-    ticks = [int(x) for x in line.split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    ticks = [int(x) for x in kernel.read("/proc/stat").partition("\n")[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def summary(seconds: np.ndarray) -> dict[str, float]:
