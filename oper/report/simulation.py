@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from tqdm import tqdm
 from oper.analysis.presence import Lookups
 from oper.data.generate.generator import TableModel, bag_lengths
 from oper.data.generate.popularity import Popularity
-from oper.data.loading.groups import Column
 from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import MessageBits
 from oper.plan import Plan
@@ -192,30 +192,28 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
         InvalidInputError: the folder lacks a feature of the tables.
     """
     from oper.data import Folder
-    from oper.data.loading.groups import GroupReader, RowGroups, joined
+    from oper.data.loading.groups import RowGroups, joined
+    from oper.data.loading.windows import EpochOrder, WindowReader
 
     folder = Folder.open(path)
-    column = dict.fromkeys(folder.sparse)
     features = [f for t in tables for f in _features(t)]
-    missing = [f for f in features if f not in column]
+    missing = [f for f in features if f not in folder.sparse]
     if missing:
         raise InvalidInputError(f"cannot replay {path!r}", "missing features", missing[:8],
-                                f"some of {list(column)[:8]}",
+                                f"some of {list(folder.sparse)[:8]}",
                                 "pass the folder that the plan was made for")
     groups = RowGroups(folder, split, folder.sparse, frozenset(folder.multi_hot))
-    reader = GroupReader(groups)
-    held: dict[str, list[Column]] = {f: [] for f in features}
-    num_held, size = 0, batch_size * world_size
-    for group, rows in enumerate(groups.rows.tolist()):
-        found = reader.read(group)
-        held = {f: [joined([*parts, found[f]])] for f, parts in held.items()}
-        num_held += rows
-        for start in range(0, num_held - size + 1, size):
-            yield [{f: _bags(held[f][0].part(at, at + batch_size).lookups) for f in features}
+    size = batch_size * world_size
+    order = EpochOrder(groups.rows, size, window=0, seed=(0, 0), share=(0, 1))
+    reader = WindowReader(groups, order, group_by="", num_near=1)
+    for k in itertools.count():
+        window = reader.read(k)
+        if not window.order.size:
+            return
+        found = {f: joined(window.columns[f]) for f in features}
+        for start in range(0, window.order.size - size + 1, size):
+            yield [{f: _bags(found[f].part(at, at + batch_size).lookups) for f in features}
                    for at in range(start, start + size, batch_size)]
-        done = num_held // size * size
-        held = {f: [parts[0].part(done, num_held)] for f, parts in held.items()}
-        num_held -= done
 
 
 def _bags(found: Lookups) -> Bags:
