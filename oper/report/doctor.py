@@ -176,14 +176,12 @@ def _load_failure(name: str, path: Path) -> str | None:
 
             register()
             return None
-        if name in ("search", "data"):
-            ctypes.CDLL(str(path))
-            return None
-        import torch
+        if name == "cuda":
+            import torch
 
-        if torch.version.cuda is None:
-            return "built, but torch has no CUDA"
-        torch.ops.load_library(str(path))
+            if torch.version.cuda is None:
+                return "built, but torch has no CUDA"
+        ctypes.CDLL(str(path))
     except (OperError, OSError, ImportError) as error:
         return str(error)
     return None
