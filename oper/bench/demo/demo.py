@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     from oper.analysis import describe
     from oper.bench.core.launch import run_workers
-    from oper.bench.demo.worker import Sharded, Unsharded
+    from oper.bench.demo.worker import Training
     from oper.data import (
         PreprocessOptions,
         SyntheticLog,
@@ -96,14 +95,14 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with _stage(3, "analyze"):
         stats = analyze_folder(folder / "data", show_progress=is_terminal)
         stats.save(folder / "stats")
-    case = Sharded(str(folder), args.seed, WORLD_SIZE, CHECKED_STEPS,
-                   *_sizes(manifest["rows"]["train"], args.quick))
+    case = Training(str(folder), args.seed, WORLD_SIZE, CHECKED_STEPS,
+                    *_sizes(manifest["rows"]["train"], args.quick))
     with _stage(4, "plan"):
         plan = _plan(folder, case)
     with _stage(5, "train in two processes: OPER and TorchRec on the same batches"):
         two, = run_workers([case], WORLD_SIZE)
     with _stage(6, "train the unsharded model in one process"):
-        one, = run_workers([Unsharded(*astuple(case))], 1)
+        one, = run_workers([case], 1)
     best = _best(two["sides"], "step")
     check = {name: _compare(folder, name) for name in two["sides"]}
     quality = {"oper": two["sides"]["oper"], "unsharded": one, "torchrec": two["sides"][best]}

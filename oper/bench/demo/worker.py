@@ -38,12 +38,13 @@ _NUM_BATCHES = 32  # distinct batches for timing the embedding collections alone
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Parameters of the demo's training runs.
+    """The demo's training runs: the unsharded model in one process; OPER and TorchRec's plans, on
+    the same batches and from the same weights, in `world_size` processes.
 
     Attributes:
         folder: the demo's folder, to which logits and weights are written for comparison.
         seed: seed of the initial weights and of the order of samples.
-        world_size: number of ranks.
+        world_size: number of ranks of the sharded models.
         checked_steps: number of steps after which logits and weights are compared.
         num_steps: total number of steps.
         batch_size, checked_batch_size: samples per rank and step after and during `checked_steps`.
@@ -71,56 +72,52 @@ class Training:
         """File of OPER's plan."""
         return str(Path(self.folder) / "plan.json")
 
-
-@dataclass(frozen=True, slots=True)
-class Sharded(Training):
-    """Trains OPER and TorchRec's plans on the same batches from the same weights."""
-
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, validate and time. Collective.
-
-        Returns:
-            ``sides``: for ``"oper"``, ``"table_wise"`` and ``"mixed"``, validation AUC and log
-            loss, and summaries of ``train_step`` (the whole DLRM), ``step`` and ``forward`` (the
-            embedding collection alone). ``page_kind``. ``other_busy_cores``: see `BusyClock`.
-        """
-        progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
-        sides = {kind: _side(self, kind) for kind in ("oper", *PLAN_KINDS)}
-        clock = record.BusyClock()
-        timed = _train_in_turns(sides, self, progress)
-        results: dict[str, Any] = {}
-        for name, (engine, _) in sides.items():
-            progress(f"validating {name}")
-            results[name] = evaluate_clicks(engine, click_batches(_config(self), "valid"))
-        progress("timing the embedding collections alone")
-        taken = {"train_step": timed, **_time_collections(sides, self)}
-        others = clock.others(total)
-        for what, by_name in taken.items():
-            for name, seconds in by_name.items():
-                results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
-        bags = sides["oper"][1]
-        return {"sides": results, "page_kind": bags.tables.page_kind,
-                "other_busy_cores": round(others, 2)}
+        """Train, see `_sharded` and `_unsharded`. Collective."""
+        return (_unsharded if ranks()[1] == 1 else _sharded)(self, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class Unsharded(Training):
-    """Trains the unsharded model in one process."""
+def _sharded(case: Training, progress: Progress) -> dict[str, Any]:
+    """Train, validate and time OPER and TorchRec's plans. Collective.
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and validate; returns validation AUC and log loss. A step uses the mean loss of the
-        batches that all ranks have in `Sharded`."""
-        engine = unsharded(_model(self), OPTIMIZERS)
-        logits = []
-        shares = [_training_batches(self, rank) for rank in range(self.world_size)]
-        for step, batches in enumerate(zip(*shares, strict=True), 1):
-            logits.append(torch.cat([rest[1] for _, rest in step_on_shares(engine, batches)]))
-            if step == self.checked_steps:
-                _write(self, "unsharded", logits, engine.module)
-            if step % 50 == 0:
-                progress(f"unsharded: step {step} of {self.num_steps}")
-        progress("validating the unsharded model")
-        return evaluate_clicks(engine, click_batches(_config(self), "valid"))
+    Returns:
+        ``sides``: for ``"oper"``, ``"table_wise"`` and ``"mixed"``, validation AUC and log loss,
+        and summaries of ``train_step`` (the whole DLRM), ``step`` and ``forward`` (the embedding
+        collection alone). ``page_kind``. ``other_busy_cores``: see `BusyClock`.
+    """
+    progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
+    sides = {kind: _side(case, kind) for kind in ("oper", *PLAN_KINDS)}
+    clock = record.BusyClock()
+    timed = _train_in_turns(sides, case, progress)
+    results: dict[str, Any] = {}
+    for name, (engine, _) in sides.items():
+        progress(f"validating {name}")
+        results[name] = evaluate_clicks(engine, click_batches(_config(case), "valid"))
+    progress("timing the embedding collections alone")
+    taken = {"train_step": timed, **_time_collections(sides, case)}
+    others = clock.others(total)
+    for what, by_name in taken.items():
+        for name, seconds in by_name.items():
+            results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
+    bags = sides["oper"][1]
+    return {"sides": results, "page_kind": bags.tables.page_kind,
+            "other_busy_cores": round(others, 2)}
+
+
+def _unsharded(case: Training, progress: Progress) -> dict[str, Any]:
+    """Train and validate the unsharded model; returns validation AUC and log loss. A step uses the
+    mean loss of the batches that all ranks have in `_sharded`."""
+    engine = unsharded(_model(case), OPTIMIZERS)
+    logits = []
+    shares = [_training_batches(case, rank) for rank in range(case.world_size)]
+    for step, batches in enumerate(zip(*shares, strict=True), 1):
+        logits.append(torch.cat([rest[1] for _, rest in step_on_shares(engine, batches)]))
+        if step == case.checked_steps:
+            _write(case, "unsharded", logits, engine.module)
+        if step % 50 == 0:
+            progress(f"unsharded: step {step} of {case.num_steps}")
+    progress("validating the unsharded model")
+    return evaluate_clicks(engine, click_batches(_config(case), "valid"))
 
 
 def _model(case: Training) -> nn.Module:
