@@ -294,13 +294,9 @@ def _front_rest() -> list[list[str]]:
 
 def drift() -> str:
     """AUC on logs whose ids drift, by mapping from keys to rows."""
-    def interval(x: dict[str, float]) -> str:
-        return f"{x['mean']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]"
-
-    rows = []
-    for c in load("drift")["cases"]:
-        rows.append([c["name"], str(c["days"]), *(f"{x['mean']:.4f}" for x in c["auc"].values()),
-                     *(interval(x) for of in c["auc_over"].values() for x in of.values())])
+    rows = [[c["name"], str(c["days"]), *(f"{x['mean']:.4f}" for x in c["auc"].values()),
+             *(_interval(x, sign="+") for of in c["auc_over"].values() for x in of.values())]
+            for c in load("drift")["cases"]]
     case = load("drift")["cases"][0]
     return table(["log", "days", *(f"AUC, {n}" for n in case["auc"]),
                   *(f"{n} - {o}" for n, of in case["auc_over"].items() for o in of)], rows)
@@ -328,10 +324,17 @@ def _interval(x: dict[str, float], digits: int = 4, scale: float = 1.0, sign: st
     return f"{mean} [{low}, {high}]"
 
 
-def _relative(case: dict[str, Any], other: dict[str, Any]) -> str:
-    """Paired difference of nDCG@10 from `other`, in percent of its mean."""
-    return _interval(case["against"][other["model"]]["ndcg@10"], 1,
-                     100 / other["metrics"]["ndcg@10"]["mean"], "+")
+def _less(case: dict[str, Any], other: dict[str, Any]) -> str:
+    """Paired difference of nDCG@10 from `other`, in percent of its mean, whichever of the two was
+    run first; a dash if there is none."""
+    scale = 100 / other["metrics"]["ndcg@10"]["mean"]
+    if other["model"] in case["against"]:
+        return _interval(case["against"][other["model"]]["ndcg@10"], 1, scale, "+")
+    if case["model"] not in other["against"]:
+        return "-"
+    turned = other["against"][case["model"]]["ndcg@10"]
+    return _interval({"mean": -turned["mean"], "low": -turned["high"], "high": -turned["low"]}, 1,
+                     scale, "+")
 
 
 def ablations() -> str:
@@ -354,21 +357,11 @@ def ablations() -> str:
             case, other = cases.get(name), cases["sasrec"]
             row += ["-"] * 4 if case is None else [
                 str(len(case["runs"])), f"{valid(case):.4f}", _interval(case["metrics"]["ndcg@10"]),
-                "-" if name == "sasrec" else _relative(case, other)]
+                _less(case, other)]
         rows.append(row)
     columns = ("seeds", "validation", "test", "difference from SASRec, %")
     return table(["variant", *(f"{log}: {what}" for log in ("MovieTweetings", "Online Retail")
                                for what in columns)], rows)
-
-
-def _less(case: dict[str, Any], other: dict[str, Any]) -> str:
-    """`_relative`, whichever of the two was run first."""
-    turned = other["against"].get(case["model"])
-    if turned is None:
-        return _relative(case, other) if other["model"] in case["against"] else "-"
-    low, mean, high = (-turned["ndcg@10"][key] for key in ("high", "mean", "low"))
-    return _relative({"against": {other["model"]: {"ndcg@10": {
-        "low": low, "mean": mean, "high": high}}}}, other)
 
 
 def _by_test(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
