@@ -47,10 +47,11 @@ def bench_page(value: Mapping[str, Any]) -> str:
     plots: list[Plot | Table] = [
         *_contenders(cases), *_phases(cases), *_links(cases), *_hosts(cases), *_predictions(cases)]
     for k in shared:
-        bars = [(c["name"], found[k]) for c, found in zip(cases, numbers, strict=True)
+        bars = [(c["name"], {k: found[k]}) for c, found in zip(cases, numbers, strict=True)
                 if k in found]
         only = f" The first {_MAX_BARS} of {len(bars)}." if len(bars) > _MAX_BARS else ""
-        plots.append(Plot(k.replace("_", " "), f"{k} by case.{only}", _bars(k, bars[:_MAX_BARS])))
+        plots.append(Plot(k.replace("_", " "), f"{k} by case.{only}",
+                          stacked(bars[:_MAX_BARS], k, f"bars {k}")))
     rows = [[k, *(f"{found[k]:,.4g}" if k in found else "-" for found in numbers)] for k in keys]
     names = [c["name"] + ("" if c.get("verified") else " (not verified)") for c in cases]
     machine = value.get("machine", {})
@@ -177,10 +178,3 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
     return [*_stacked("Bytes by link", "Rows, gradients and partial sums that all ranks read in a "
                       "step, by the link over which they are read.", "megabytes", bars),
             Table("Bytes by phase and link", ["case", "phase", "link", "bytes"], rows)]
-
-
-def _bars(key: str, values: Sequence[tuple[str, float]]) -> str:
-    figure, axis = canvas(0.7 + 0.24 * len(values))
-    axis.barh(range(len(values)), [v for _, v in values], color=colour(0))
-    name_bars(axis, [n for n, _ in values], key)
-    return svg_of(figure, f"bars {key}")

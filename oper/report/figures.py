@@ -144,7 +144,7 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
 
     Args:
         bars: for each bar, its title and the size of each of its parts.
-        label: label of the value axis.
+        label: label of the value axis; a single part of this name needs no legend.
         name: see `svg_of`.
     """
     parts = list(dict.fromkeys(part for _, found in bars for part in found))
@@ -155,7 +155,7 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
             axis.barh(y, value, 0.7, left, color=colour(parts.index(part)))
             left += value
     name_bars(axis, [title for title, _ in bars], label)
-    return svg_of(figure, name, colours_of(parts))
+    return svg_of(figure, name, colours_of(parts) if parts != [label] else ())
 
 
 def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[float] = ()) -> None:
