@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import posixpath
 import re
@@ -192,14 +193,9 @@ def _table(kind: type, prefix: str) -> list[str]:
         default = part.default
         if default is dataclasses.MISSING:
             default = "" if part.default_factory is dataclasses.MISSING else part.default_factory()
-        shown = list(default) if isinstance(default, tuple) else default
-        lines.append(f"| `{part.name}` | `{_cell(_toml(shown))}` | {about.get(part.name, '')} |")
+        shown = _cell(json.dumps(default))  # TOML writes these values as JSON does
+        lines.append(f"| `{part.name}` | `{shown}` | {about.get(part.name, '')} |")
     return lines if len(lines) > 2 else ["No keys."]
-
-
-def _toml(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else \
-        f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _attributes(kind: type) -> dict[str, str]:
