@@ -181,8 +181,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
         live.until_served(case.deltas)
 
     rest = live.load(max(case.steps * case.every_s, more * _SMALL_S), finish)
-    host.ask("stop_following")
-    made, failed = host.ask("followed"), host.ask("counts")["failed_publications"]
+    made, failed = host.ask("stop_following"), host.ask("counts")["failed_publications"]
     served_sums = _sums(host.ask("publication"))
     whole = str(live.folder / "whole")
     trainer.ask("save", whole)

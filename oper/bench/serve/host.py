@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,9 +69,9 @@ class Host(Child):
 
     Commands, see `Child.ask`: ``publish`` publishes the other set of weights, or a checkpoint, and
     returns a `Swap`; ``follow`` starts publishing everything that the training run saves,
-    ``stop_following`` ends this, and ``followed`` returns one `Publication` for each; ``pids``
-    returns the workers' process ids, ``counts`` the server's counters, ``memory`` the bytes of its
-    weights and ``publication`` their name.
+    ``followed`` returns a `Publication` for each, and ``stop_following`` ends this and returns the
+    same; ``pids`` returns the workers' process ids, ``counts`` the server's counters, ``memory``
+    the bytes of its weights and ``publication`` their name.
     """
 
     def __init__(self, served: ServeWork, workers: int, run: str = "", kind: str = "oper") -> None:
@@ -105,17 +104,10 @@ class _Following(Follower):
     """Follows a training run as ``oper serve --watch`` does, and records a `Publication` per
     change in `made`."""
 
-    def __init__(self, server: Server, run: str) -> None:
+    def __init__(self, run: str) -> None:
         super().__init__(lambda: Path(run), in_service=False)  # starts with all weights
         self.made: list[Publication] = []
         self._began = 0.0
-        self._server, self._stop = server, threading.Event()
-        self._thread = threading.Thread(target=self._follow)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        while not self._stop.wait(FOLLOW_S):
-            self._server.follow(self)
 
     def changes(self) -> Iterator[Change]:
         """Yield the changes and record when the reading of each starts."""
@@ -130,11 +122,6 @@ class _Following(Follower):
         now = time.time()
         self.made.append(Publication(change.step, now - self._began, now - change.time_s))
         super().applied(change)
-
-    def stop(self) -> None:
-        """Stop following."""
-        self._stop.set()
-        self._thread.join()
 
 
 class _Quantised:
@@ -181,11 +168,13 @@ def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
             "memory": model.memory_bytes, "publication": lambda: model.publication_name,
             "publish": lambda weights="": _swap(server, Path(weights) if weights else sets),
-            "follow": lambda: following.append(_Following(server, run)),
+            "follow": lambda: following.append(_Following(run)),
             "followed": lambda: following[-1].made,
-            "stop_following": lambda: following[-1].stop()}
-        while obey(control, commands):
-            pass
+            "stop_following": lambda: following.pop().made}
+        # Like `oper serve --watch`, look for new weights at least every FOLLOW_S seconds.
+        while not control.poll(FOLLOW_S if following else None) or obey(control, commands):
+            for follower in following:
+                server.follow(follower)
 
 
 def _two_sets(served: ServeWork) -> dict[str, Any]:
