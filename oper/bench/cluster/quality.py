@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,9 +62,12 @@ class LogQuality(OnHosts):
         progress("measuring the links")
         topology, measured = measured_topology(self.links, self.constants)
         limit(self.links, False)  # quality does not depend on the speed of links
-        folder = tempfile.TemporaryDirectory(prefix="oper-cluster-") if ranks()[0] == 0 else None
-        try:
-            data = gather(folder and folder.name)[0]
+        # All ranks have read the folder when rank 0 deletes it, since scoring is collective.
+        place: contextlib.AbstractContextManager[str] = (
+            contextlib.nullcontext("") if ranks()[0] else
+            tempfile.TemporaryDirectory(prefix="oper-cluster-"))
+        with place as folder:
+            data = gather(folder)[0]
             if folder:
                 progress("preprocessing the log")
                 preprocess(load_recipe("movietweetings"), data_files(LOG), data,
@@ -80,9 +84,6 @@ class LogQuality(OnHosts):
             progress("repeating a run")
             last = [*self.sharded][-1]
             repeated = runs.train(last, 1)
-        finally:  # all ranks have read the folder, since scoring is collective
-            if folder:
-                folder.cleanup()
         return {} if ranks()[0] else {
             "objective": "training", "hosts": self.links.num_hosts, "in_grid": False,
             **runs.figures(), "verified": bool((repeated == runs.logits[last][0]).all()),

@@ -150,11 +150,8 @@ def start(function: Callable[..., None], *arguments: Any) -> Child:
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
     """Run a function in a single-threaded process and return the first message that it sends.
     Raises OperError if the process fails."""
-    child = start(function, *arguments)
-    try:
+    with contextlib.closing(start(function, *arguments)) as child:
         return child.wait(None)
-    finally:
-        child.close()
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:

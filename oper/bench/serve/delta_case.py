@@ -89,14 +89,12 @@ class DeltaCase:
                 servers, others = every[-1:], every[:-1]
             with _on(others):
                 trainer = Child(_train, (self, run), "the training process of the benchmark")
-            try:
+            with contextlib.closing(trainer):
                 trainer.wait()
                 with _on(servers):
                     host = Host(self.served, self.workers, run=run)
                 with _on(others), client_of(host, self.name, self.served) as client:
                     entry = _measure(_Live(self, Path(name), trainer, host, client), progress)
-            finally:
-                trainer.close()
         return {**entry, "case": asdict(self), "niceness": os.nice(0),
                 "cores": f"training and client: {others}, server: {servers}"}
 
@@ -197,12 +195,9 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     memory, others = host.ask("memory"), clock.others(list)
     answers = [answer for phase in (*still, *during, rest) for answer in phase.seen.unchecked]
     progress(f"comparing {len(answers)} answers")
-    check = _Check(case, live.folder)
-    try:
+    with contextlib.closing(_Check(case, live.folder)) as check:
         torn = check.torn(made, first, answers)
         is_equal = check.sums() == served_sums == check.whole(whole)
-    finally:
-        check.close()
     phases = {"quiet": still, "deltas": during, "wholes": [beside]}
     by_round = {name: np.array([np.percentile(p.seen.latency_ms, _PERCENTILES) for p in found])
                 for name, found in phases.items()}  # [rounds, percentiles]
@@ -326,11 +321,8 @@ def _sums(name: str) -> dict[str, int]:
     """Checksums of all segments of a publication, as its readers see them."""
     from oper.shmem.publication.reader import Reader
 
-    reader = Reader(name)
-    try:
+    with contextlib.closing(Reader(name)) as reader:
         return reader.sums()
-    finally:
-        reader.close()
 
 
 # ---- in the training process ---------------------------------------------------------------------

@@ -88,11 +88,8 @@ def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
         OperError: the server's exit code is not 0.
     """
     try:
-        client = LoadClient(host.address, served)
-        try:
+        with contextlib.closing(LoadClient(host.address, served)) as client:
             yield client
-        finally:
-            client.close()
     finally:
         code = host.close(90.0)  # the server first answers its remaining requests
     if code:

@@ -187,17 +187,15 @@ def _http(live: _Live) -> dict[str, Any]:
     case = live.case
     # The same weights, batches and messages without a network: an upper limit for the server, whose
     # requests are already in the workers' memory. LoadGen only sends their indices.
-    beside = Pool("oper", case.served, BATCHING, case.workers, live.host.ask("publication"))
-    peer = Host(case.served, case.workers, kind="torchrec")
-    try:
+    with contextlib.closing(Pool("oper", case.served, BATCHING, case.workers,
+                                 live.host.ask("publication"))) as beside:
+        peer = Host(case.served, case.workers, kind="torchrec")
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
             entry = _compared(live, {
                 "http": (live.client.run, live.host.cpu_seconds),
                 "in_process": (functools.partial(beside.run, case.workers), beside.cpu_seconds),
                 "torchrec": (client.run, peer.cpu_seconds)}, [live.client], "torchrec")
-    finally:
-        beside.close()
     entry["ratio_in_process"] = entry.pop("cpu_ratio_in_process")
     errors = entry["errors"] + _errors(*client.seen)
     return {**entry, "torchrec_max_abs_diff": differ, "errors": errors,
@@ -207,15 +205,12 @@ def _http(live: _Live) -> dict[str, Any]:
 def _candidates(live: _Live) -> dict[str, Any]:
     """Compare requests that name their user's features once with requests that repeat them for
     every candidate."""
-    once = LoadClient(live.host.address, live.case.served, once=True)
-    try:
+    with contextlib.closing(LoadClient(live.host.address, live.case.served, once=True)) as once:
         # Only the newest set of weights is in service from here on.
         differ = float(np.abs(once.learn() - live.client.learn()).max())
         entry = _compared(live, {
             "once": (once.run, live.host.cpu_seconds),
             "full": (live.client.run, live.host.cpu_seconds)}, [once, live.client])
-    finally:
-        once.close()
     return {**entry, "max_abs_diff": differ,
             "verified": differ <= TOLERANCE and not entry["errors"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from dataclasses import asdict, dataclass, field, replace
@@ -57,12 +58,11 @@ class ServerCase:
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Measure all contenders; returns the record's entry."""
         batching = BatchOptions(self.served.candidates, 0.0, 1 << 40)
-        pools: dict[str, Pool] = {}
-        try:
+        with contextlib.ExitStack() as stack:
             progress("starting the processes")
             counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
-            for kind, count in counts.items():
-                pools[kind] = Pool(kind, self.served, batching, count)
+            pools = {kind: stack.enter_context(contextlib.closing(
+                Pool(kind, self.served, batching, count))) for kind, count in counts.items()}
             memory = {name: pools[kind].memory(count)
                       for name, (kind, count) in CONTENDERS.items() if count <= 2}
             pools["oper"].grow(4)
@@ -70,9 +70,6 @@ class ServerCase:
             progress("comparing scores")
             verification = _verify(pools, self.served)
             entry = _measure(self, pools, progress)
-        finally:
-            for pool in pools.values():
-                pool.close()
         for name, found in entry["contenders"].items():
             found["memory"] = memory[name]
         mine, theirs = (memory[n]["total_pss_bytes"] for n in ("oper-2w", "torchrec-2p"))
