@@ -73,8 +73,10 @@ def run_simulate(args: argparse.Namespace) -> int:
         bits.check_for(t.table for t in plan.tables)
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
-    clipped = _clipped(args.clipped, plan)
-    wire = _wire(plan, problem, clipped)
+    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
+    wire = WireReplay(
+        plan, problem.machine.host.tolist(), problem.training, clipped=_clipped(args.clipped, plan),
+        dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
     found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
@@ -142,13 +144,6 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         raise InvalidInputError("nothing to replay", "full batches", 0, ">= 1",
                                 "use a smaller --batch-size or more data")
     return found
-
-
-def _wire(plan: Plan, problem: Problem, clipped: Sequence[str]) -> WireReplay:
-    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
-    return WireReplay(
-        plan, problem.machine.host.tolist(), problem.training, clipped=clipped,
-        dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from oper.train.model import build_dlrm, ranks
 from oper.train.tasks import click_batches
 
 LOG = "movietweetings*/ratings.dat*"
-_BLOCKS = 32  # blocks of validation samples; the AUC of each block is one observation
+_BLOCKS = 32  # validation sample k is in block k % _BLOCKS, whose AUC is one observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,8 @@ class _Runs:
         y = self._labels
         losses = {n: np.stack([np.logaddexp(0.0, z.astype(float)) - y * z for z in runs])
                   for n, runs in self.logits.items()}
-        areas = {n: np.stack([_areas(z, y) for z in runs]) for n, runs in self.logits.items()}
+        areas = {n: np.array([[auc(z[k::_BLOCKS], y[k::_BLOCKS]) for k in range(_BLOCKS)]
+                              for z in runs]) for n, runs in self.logits.items()}
         first, *others = self.logits
         found = {name: {
             "log_loss_difference": difference(losses[name], losses[first]).to_json(),
@@ -155,8 +156,3 @@ class _Runs:
             "auc": {n: round(float(np.mean([auc(z, y) for z in runs])), 6)
                     for n, runs in self.logits.items()},
             "samples": y.size, "sent_bytes": self._sent}
-
-
-def _areas(scores: np.ndarray, labels: np.ndarray) -> Sequence[float]:
-    """Return the AUC of each block; block k has the samples k, k + _BLOCKS, k + 2 _BLOCKS, ..."""
-    return [auc(scores[k::_BLOCKS], labels[k::_BLOCKS]) for k in range(_BLOCKS)]
