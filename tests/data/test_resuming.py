@@ -21,7 +21,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import job, run as preprocessing
 from oper.data.reading.detect import plan_units
 from oper.data.reading.estimate import needs
-from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
+from oper.data.vocabulary.building import build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
 from tests import forked
@@ -376,11 +376,9 @@ def test_vocabularies_in_little_memory(
         merger = RunMerger(folder, memory)
         for part in values:
             merger.add(*np.unique(part, return_counts=True))
-        assert bool(list(folder.glob("run*"))) == (memory == 20_000)
-        facts = build(folder, merger, 37, 3, 900)
-        vocabulary = Vocabulary(folder)
-        distinct = np.unique(values)
-        found.append((facts, vocabulary.lookup(distinct).tolist()))
+        assert bool(list(folder.glob("*.run"))) == (memory == 20_000)
+        vocabulary = build(folder, merger, 37, 3, 900)
+        found.append((vocabulary.facts, vocabulary.lookup(np.unique(values)).tolist()))
     assert found[0] == found[1]
     facts, ids = found[0]
     counts = counts_by(*np.unique(values, return_counts=True))
@@ -397,7 +395,7 @@ def test_hashing_counts_collisions(tmp_path: Path, log: str) -> None:
     merger = RunMerger(tmp_path)
     values = np.arange(1, 2001, dtype=np.uint32)
     merger.add(values, np.ones(2000, np.int64))
-    facts = build_hashed(tmp_path, merger, 5, 1000)
+    facts = build_hashed(tmp_path, merger, 5, 1000).facts
     ids = hash_values(values, 1000)
     assert ids.min() >= 1 and ids.max() <= 999
     assert facts.num_collisions == 2000 - np.unique(ids).size > 1000
