@@ -79,6 +79,9 @@ def context_of_servers(kind: str) -> ForkServerContext:
     Processes that call it come from `multiprocessing.get_context`, which stays as it is.
     """
     assert kind == "spawn", kind
+    # Now, since the fork server and all forks inherit the signals that a server blocks while it
+    # starts a worker.
+    forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
     return CONTEXT
 
 
