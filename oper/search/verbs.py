@@ -244,7 +244,8 @@ def run_explain(args: argparse.Namespace) -> int:
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
-        stats = as_planned(_stats(args), plan)
+        stats = _stats(args)
+        stats = None if stats is None else as_planned(stats, plan.notes)
         after = make_problem([t.table for t in plan.tables], stats, topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
