@@ -98,6 +98,14 @@ class World:
         self._folder.cleanup()
 
 
+def fork() -> int:
+    """Call `os.fork` while torch's threads are idle. CPython 3.11 waits for ever in the child if
+    another thread creates or deletes its Python state at that moment, as gloo's threads do after a
+    collective."""
+    time.sleep(0.2)
+    return os.fork()
+
+
 @contextlib.contextmanager
 def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
           ) -> Iterator[World]:

@@ -103,7 +103,7 @@ def test_a_checkpoint_with_keys_needs_a_table_with_keys(tmp_path: Path) -> None:
 
 
 def test_rows_are_loaded_with_their_keys_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_state, "_CHUNK_RECORDS", 2)
+    monkeypatch.setattr(key_state, "CHUNK_RECORDS", 2)
     model, other = shard(bag()), shard(bag())
     for step in range(3):
         step_of(model, step)

@@ -28,7 +28,7 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support as rs
 from tests.shmem.test_traffic import as_bags
-from tests.world_support import run_world, world
+from tests.world_support import fork, run_world, world
 
 CASE = rs.dlrm_case()
 
@@ -318,7 +318,7 @@ def _is_killed(rank: int, world_size: int) -> float:
     model = _sharded()
     _train_bag(model)
     if rank == 0:
-        if os.fork() == 0:
+        if fork() == 0:
             time.sleep(8)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -337,7 +337,7 @@ def _child_looks_up(rank: int, world_size: int) -> int:
     """Return the exit status of a forked child that looks up rows of another host."""
     model = _sharded()
     model.tables.migrate(uniform_plan(list(model.tables.specs.values()), world_size, "striped"))
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
