@@ -127,7 +127,8 @@ def cluster() -> str:
                 "oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms")),
              *(number(c[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer")),
              number(c["bytes_ratio_without_headers"], 3)]
-            for c in load("cluster")["cases"] if "oper_step_ms" in c]
+            for name in ("cluster", "cluster-others") for c in load(name)["cases"]
+            if "oper_step_ms" in c]
     return table(["case", "OPER, ms", "predicted", "bound", "TorchRec's best", "ratio", "at bound",
                   "best peer's plan", "bytes counted / simulated"], rows)
 
