@@ -1,0 +1,143 @@
+"""States of optimizers in checkpoints and deltas: of optimizers that have none yet, that contain
+others, or that are others than those of the run that saved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+import oper
+from oper.errors import InvalidInputError
+from oper.integration.checkpoint.saving import _bare_modules
+from tests.runtime_support import assert_bitwise
+
+_MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("before, after", [
+    (oper.Adam(), oper.Adagrad()), (_MOMENTUM, oper.Adagrad()), (oper.Adagrad(), _MOMENTUM),
+    (_MOMENTUM, oper.LarsSGD(lr=0.1)), (oper.Adagrad(), oper.Adam())],
+    ids=lambda x: type(x).__name__)
+def test_states_are_not_loaded_with_another_meaning(before: Any, after: Any, tmp_path: Path
+                                                    ) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
+                     for o in (before, after))
+    oper.save_checkpoint(tmp_path / "saved", saved)
+    kept = loaded.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=rf"optimizer={before.name!r}.*{after.name!r}.*of "
+                                                "the run that saved"):
+        oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, kept)
+
+
+@pytest.mark.parametrize("before, after", [
+    (oper.Adam(), oper.AdamW()), (_MOMENTUM, oper.SGD(lr=0.1))], ids=lambda x: type(x).__name__)
+def test_states_with_the_same_meaning_and_rows_without_their_state_are_loaded(
+        before: Any, after: Any, tmp_path: Path) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
+                     for o in (before, after))
+    saved(torch.tensor([[3, 5]])).sum().backward()
+    oper.save_checkpoint(tmp_path / "saved", saved)
+    oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, saved.weight)
+
+
+def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
+    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o(lr=0.1))
+                     for o in (oper.Adam, oper.Adagrad))
+    state = {"model": saved.state_dict(), "tables": {"_plain": saved.optimizer_state_dict()}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
+    before = loaded.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=r"momentum1'.*exp_avg_sq.*optimizer of the run"):
+        oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert torch.equal(loaded.weight, before)
+
+
+@pytest.mark.parametrize("in_delta", [False, True])
+def test_states_of_nested_optimizers_and_values_of_their_own(in_delta: bool, tmp_path: Path
+                                                             ) -> None:
+    """New optimizers get them, although some have no parameter's number as key."""
+    class Optimizers:
+        def __init__(self) -> None:
+            self.dense = torch.optim.Adam([torch.ones(2, requires_grad=True)], lr=0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"all": {"dense": self.dense.state_dict()}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.dense.load_state_dict(state["all"]["dense"])
+
+    model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    saved, loaded = Optimizers(), Optimizers()
+    (parameter,) = saved.dense.param_groups[0]["params"]
+    parameter.sum().backward()
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, saved) as saver:
+        if in_delta:
+            saver.save_full(0)
+        saved.dense.step()
+        saved.dense.state["calls"] = 3
+        (saver.save if in_delta else saver.save_full)(1)
+    oper.load_checkpoint(tmp_path / "saved", model, loaded)
+    found, expected = (x.dense.state_dict()["state"] for x in (loaded, saved))
+    assert found.keys() == expected.keys() and found["calls"] == 3
+    assert_bitwise(found[0], expected[0], "state of the parameter")
+
+
+def test_paths_below_module_are_those_of_earlier_checkpoints() -> None:
+    """Without the prefix that DistributedDataParallel would add, unless the rest is another's."""
+    alone = oper.shard(nn.ModuleDict({"module": nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4)})}),
+                       optimizer=oper.SGD(lr=0.1))
+    assert set(_bare_modules(alone)) == {"bag"}
+    assert set(_bare_modules(_modules())) == {"bag", "module.bag"}
+
+
+def _modules() -> Any:
+    """Two tables whose paths differ in a prefix that DistributedDataParallel would add."""
+    torch.manual_seed(3)
+    return oper.shard(nn.ModuleDict({
+        "bag": nn.EmbeddingBag(20, 4, mode="sum"), "dense": nn.Linear(8, 1),
+        "module": nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4, mode="sum")})}),
+        optimizer=oper.Adam(lr=0.1))
+
+
+def _train_modules(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    pooled = [of["bag"](torch.tensor([[1, 2], [2, 3]])) for of in (model, model["module"])]
+    model["dense"](torch.cat(pooled, 1)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", [0, 1])  # steps before the full checkpoint
+@pytest.mark.parametrize("steps", [1, 2])  # in all; those after the full checkpoint are a delta
+@pytest.mark.parametrize("kind", ["torch", "torchrec"])
+def test_new_optimizers_get_the_saved_state(kind: str, steps: int, first: int, tmp_path: Path
+                                            ) -> None:
+    def make() -> tuple[Any, Any]:
+        model = _modules()
+        dense = dict(model["dense"].named_parameters())
+        if kind == "torch":
+            return model, torch.optim.Adam(dense.values(), lr=0.1)
+        return model, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.1))
+
+    model, optimizer = make()
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, optimizer) as saver:
+        for step in range(steps):
+            if step == first:
+                saver.save_full(step)
+            _train_modules(model, optimizer)
+        (saver.save if first < steps else saver.save_full)(steps)
+    other, loaded = make()
+    if kind == "torch":  # reading creates an empty state
+        assert loaded.state[loaded.param_groups[0]["params"][0]] == {}
+    if kind == "torchrec":
+        with pytest.raises(InvalidInputError, match=r"'bias', 'weight'.*call init_state\(\)"):
+            oper.load_checkpoint(tmp_path / "saved", other, loaded)
+        loaded.init_state()
+    oper.load_checkpoint(tmp_path / "saved", other, loaded)
+    for made in ((model, optimizer), (other, loaded)):
+        _train_modules(*made)
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "next step")
