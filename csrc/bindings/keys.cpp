@@ -184,8 +184,8 @@ Tensor keys_expired(int64_t handle, int64_t table, int64_t since) {
   return tensor_of(tables->directory(table).expired(since, tables->clock(table)), 1);
 }
 
-// The rows, int64 [n], of `keys`, int64 [n], in a directory of which only the buckets are given,
-// uint8 [num_buckets, kBucketBytes]; 0 = no row.
+// The rows, int64 [n], of `keys`, int64 [n], in a directory given by its buckets alone, uint8
+// [num_buckets, kBucketBytes]; 0 = no row.
 Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
   static Spares<DistinctKeys> spares;
   STD_TORCH_CHECK(num_slots > 0 && buckets.is_contiguous() &&

@@ -62,7 +62,7 @@ const int64_t* ascending(int64_t count) {
   return blocks->back()->data();
 }
 
-// A batch as the operators below get it.
+// A batch as passed to the operators below.
 struct Lookup {
   Tensor ids, offsets, key_of;  // offsets int64 [num_keys * batch_size + 1], key_of int64 [F]
   std::optional<Tensor> weights;
@@ -77,7 +77,7 @@ int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
   return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
 }
 
-// The batch as kernels get it. Output of a pooled lookup: one row per sample, with the features
+// The batch as passed to kernels. Output of a pooled lookup: one row per sample, with the features
 // side by side in its columns. Unpooled: one row per id, feature after feature. `trims`: without
 // empty bags at the ends of features, for steps in which empty bags have no effect.
 Batch make_batch(const Context& context, const Lookup& lookup, bool trims = false) {
@@ -149,7 +149,7 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   return n;
 }
 
-// What `lookup_resolve` has returned for a batch; nothing if it was not called.
+// The result of `lookup_resolve` for a batch; empty if it was not called.
 std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<Tensor>& addresses,
                                        const std::optional<Tensor>& order) {
   if (!addresses) return std::nullopt;
@@ -180,8 +180,8 @@ bool is_fit(Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor ke
   return oper::fault_of(device, ids, lengths, weights, key_of, batch_size) == kFit;
 }
 
-// See common/lookup_schemas.h. The addresses are int64, those of each feature after the other, and
-// kAddressesAhead more, which are only prefetched; the order is uint8.
+// See common/lookup_schemas.h. The addresses are int64, feature by feature, followed by
+// kAddressesAhead more that are only prefetched; the order is uint8.
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {

@@ -28,8 +28,7 @@ namespace {
 
 constexpr int64_t kReaderSlots = 1024;
 
-// The slot of one process, in cache lines of its own, which only this process writes while it
-// lives.
+// The slot of one process, in its own cache lines, which only this process writes while it lives.
 struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };

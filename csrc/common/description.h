@@ -87,7 +87,8 @@ struct Description {
     return found;
   }
   bool is_piece(int64_t t) const { return table(t)[kDim] != table(t)[kRowColumns]; }
-  // The column pieces of the table of which t is one, in column order; empty if it is not split.
+  // The column pieces of the table that piece t belongs to, in column order; empty if the table is
+  // not split.
   std::vector<int32_t> pieces(int64_t t) const {
     std::vector<int32_t> found;
     for (int64_t p = 0; p < num_tables && is_piece(t); ++p)

@@ -1,6 +1,5 @@
 // The messages between ranks of different memory domains: what they contain, their sizes, and the
-// checks of what is received. Shared by host and device, which pack and unpack the arrays
-// themselves.
+// checks of received data. Shared by host and device, which pack and unpack the arrays themselves.
 //
 // In every phase all ranks first exchange headers of a fixed size (phase, error, counts). Then each
 // pair of ranks exchanges one message with the arrays of all tables, whose lengths are the counts.
@@ -60,10 +59,10 @@ Status status_of(Body body) {
   }
 }
 
-// Sends segment r of `send` to rank r and receives segment r of `recv` from it. Segments lie one
-// after the other in rank order; `send_bytes` and `recv_bytes` [W] are their sizes. `phase` is a
-// CollectivePhase. Returns 0, or another number after an error; which error it was, the function
-// keeps for Python.
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it. Segments are
+// contiguous and in rank order; `send_bytes` and `recv_bytes` [W] are their sizes. `phase` is a
+// CollectivePhase. Returns 0, or another number after an error, which the function keeps for
+// Python.
 using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
                               void* recv, const int64_t* recv_bytes);
 
@@ -110,13 +109,13 @@ constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31)
 // Passed to `round_to` instead of random bits, it rounds to nearest, ties away from zero.
 constexpr uint32_t kToNearest = 0x8000;
 
-// One rank's side of the exchange: it says what each message contains. Ids are not sent again if a
-// backward pass needs those of a forward pass: ranks keep the requests of the last kKept forward
-// passes. There may be two without a backward pass, as a pipeline may look up a micro-batch before
-// the backward pass of the one before.
+// One rank's side of the exchange: it determines the contents of each message. Ids are not sent
+// again if a backward pass needs those of a forward pass: ranks keep the requests of the last kKept
+// forward passes. There may be two without a backward pass, as a pipeline may look up a micro-batch
+// before the backward pass of the one before.
 class Messages {
  public:
-  static constexpr int kCounts = 3;  // per peer and table; `shapes_of` says of what
+  static constexpr int kCounts = 3;  // per peer and table; `shapes_of` lists what they count
   // Sent instead of a count: the requests equal those of the newest kept forward pass (kAsBefore)
   // or of the one before it (kAsBefore - 1).
   static constexpr uint32_t kAsBefore = UINT32_MAX, kKept = 2;
@@ -258,7 +257,7 @@ class Messages {
     }
   }
   // Exchanges the headers. `weighted`: whether this rank's batch has per-sample weights. `mine`:
-  // this rank's error, if any, of which the headers inform all ranks. `transfer`: a Transport
+  // this rank's error, if any, which the headers report to all ranks. `transfer`: a Transport
   // without the first argument. Returns `mine`, another rank's error, or an error in what other
   // ranks have sent.
   template <class Transfer>
@@ -282,7 +281,7 @@ class Messages {
     for (int32_t r : remote) sent_bytes[kSentHeaders * W + r] += header_width_ * 4;
     return mine.code != 0 ? mine : check_headers();
   }
-  // The number that received slots must be below; 0 if `content` is not slots.
+  // Exclusive upper bound of received slots; 0 if `content` is not slots.
   int64_t limit(const Part& part, Content content) const {
     if (content != kReceiverSlots && content != kSenderSlots) return 0;
     return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];

@@ -132,7 +132,7 @@ inline bool is_integers(const Tensor& value) {
   return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
 }
 
-// What is wrong with a batch's tensors; `_fault` in oper/shmem/batch.py words it.
+// Defects of a batch's tensors; `_fault` in oper/shmem/batch.py describes them.
 enum Fault : int64_t {
   kFit,         // nothing
   kElsewhere,   // a tensor is on another device than the tables

@@ -1,12 +1,12 @@
-// The directory of a dynamic table, a hash table that says which row a raw 64-bit key has: its
-// layout in memory and its rules, shared by host and device.
+// The directory of a dynamic table, a hash table from raw 64-bit keys to rows: its layout in memory
+// and its rules, shared by host and device.
 //
 // Slots are grouped into buckets of at most kBucketSlots. The number of buckets depends on the
 // number of slots only. A key's hash selects its bucket; the key is found, admitted and evicted
 // within that, so that every search is bounded and no decision depends on the number of ranks. Each
 // rank has a contiguous range of buckets in its arena. All ranks read them, and only the owner
-// writes them, during the update of a step. Slot k is row k + 1; keys without a row of their own
-// use row 0, the default row.
+// writes them, during the update of a step. Slot k is row k + 1; keys without their own row use row
+// 0, the default row.
 //
 // Hashes are stored instead of keys. The hash is a bijection of 64-bit numbers, so that every key
 // is allowed and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash,
@@ -19,8 +19,8 @@
 // many pages. With admission by count, a bucket also counts up to kBucketCandidates keys without a
 // row, its candidates (6.5 more bytes per slot), which are stored after the ages.
 //
-// An update that changes or frees a slot or a candidate stores its clock there. What has changed
-// since an earlier clock is therefore known without a list of changes.
+// An update that changes or frees a slot or a candidate stores its clock there. Changes since an
+// earlier clock can therefore be found without a list of changes.
 #pragma once
 
 #include <vector>
@@ -77,7 +77,7 @@ struct RowRules {
   float bound = 0.0f;        // numbers are uniform in [-bound, bound)
   float first_state = 0.0f;  // initial value of optimizer state 1; that of state 2 is 0
   StateWidth widths[2] = {StateWidth::kNone, StateWidth::kNone};  // of states 1 and 2
-  int32_t feature = 0;       // number of a feature of the collection that looks up in the table
+  int32_t feature = 0;       // number in the collection of a feature that looks up here
 };
 
 struct KeyTableRules {
@@ -111,7 +111,7 @@ OPER_HD int64_t key_of_hash(uint64_t hash, uint64_t seed) {
   return static_cast<int64_t>(x ^ (x >> 30) ^ (x >> 60) ^ seed);
 }
 
-// Ascends with the hash, so that what is sorted by hash is also sorted by bucket and by owner.
+// Ascends with the hash, so that keys sorted by hash are also sorted by bucket and by owner.
 OPER_HD int64_t bucket_of_hash(uint64_t hash, int64_t num_buckets) {
   return static_cast<int64_t>(high_product(hash, static_cast<uint64_t>(num_buckets)));
 }
@@ -121,7 +121,7 @@ OPER_HD uint8_t tag_of(uint64_t hash) {
   return low == 0 ? 1 : low;
 }
 
-// A key's home line in its bucket. From bits of the hash on which neither bucket nor tag depend.
+// A key's home line in its bucket, from bits of the hash that determine neither bucket nor tag.
 OPER_HD int64_t home_line(uint64_t hash) { return static_cast<int64_t>(hash >> 8 & 7); }
 
 // ---- memory --------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ class Divisor {
   uint64_t inverse_;  // 0: the divisor is 1
 };
 
-// Divides `total` < 2^32 items into `parts` contiguous ranges of `size` items, of which the first
-// `larger` ones have one item more.
+// Divides `total` < 2^32 items into `parts` contiguous ranges of `size` items; the first `larger`
+// ranges have one item more.
 struct Shares {
   int64_t size, larger;
   Divisor by_size, by_larger_size;
@@ -163,9 +163,8 @@ OPER_HD int64_t buckets_for(int64_t num_slots) {
   return (num_slots + kBucketSlots - 1) / kBucketSlots;
 }
 
-// Byte offsets of a bucket's arrays, which begin at cache lines: its tags, of which those beyond
-// its slots are 0, and its hashes; its ages, which are stored elsewhere; and the arrays of its
-// candidates.
+// Byte offsets of a bucket's arrays, which begin at cache lines: its tags (0 beyond its slots) and
+// its hashes; its ages, which are stored elsewhere; and the arrays of its candidates.
 constexpr int64_t kHashesAt = kBucketSlots, kBucketBytes = kHashesAt + 8 * kBucketSlots,
                   kBucketAgeBytes = kBucketSlots * sizeof(KeyAge),
                   kCandidateClocksAt = 8 * kBucketCandidates,

@@ -19,7 +19,7 @@ constexpr Key<V> kFlip = std::is_signed_v<V> ? Key<V>{1} << (8 * sizeof(V) - 1) 
 template <class V>
 struct Entry {
     Key<V> key;
-    Key<V> with;  // what is sorted along: a code or a count
+    Key<V> with;  // sorted along with the key: a code or a count
 };
 
 // LSD radix sort by key, which skips digits that are equal in all keys.

@@ -26,8 +26,8 @@ OPER_DEVICE Scored first_of(const Group<32>& warp, Scored own) {
 
 constexpr int kSlotsOfLane = kBucketSlots / 32;
 
-// A bucket in the registers of a warp: lane l has the slots l and l + 32, and candidate l. Changes are
-// written to memory at once.
+// A bucket in the registers of a warp: lane l has the slots l and l + 32, and candidate l. Changes
+// are written to memory immediately.
 struct WarpBucket {
   const Group<32>& warp;
   const KeyTable& table;

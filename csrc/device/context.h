@@ -11,7 +11,7 @@
 
 namespace oper::device {
 
-// What a Description does not contain.
+// Data in addition to a Description.
 struct Shared {
   const int64_t* pads;  // [W] addresses of the ranks' signal pads, see `arrive_and_wait`
   int64_t arena_begin, arena_bytes;  // of this rank
@@ -80,9 +80,9 @@ struct Context {
   int32_t max_dim = 0;
   bool updates_at_once;   // a single rank without replicas or column pieces, see `reduce`
   bool has_push = false;  // a table has pushed tiers
-  // What kernels read of remote ranks (those of other memory domains), once it has been received
-  // into device memory: headers of their outboxes, in rank order; [T, W] sums of squares of their
-  // rows of column pieces (for two rounds); and [T, W] RemoteMasters.
+  // Data of remote ranks (those of other memory domains) that kernels read once it has been
+  // received into device memory: headers of their outboxes, in rank order; [T, W] sums of squares
+  // of their rows of column pieces (for two rounds); and [T, W] RemoteMasters.
   char* mirrors;
   std::vector<float*> remote_squares;
   RemoteMasters* remote_masters;

@@ -319,8 +319,8 @@ struct WireParts {
     kWire,      // address in the message
     kPerEntry,  // numbers of an entry; of kSlots: bits of a slot in the message
     kKind,
-    // What indices must be below; 0 = not checked. Of kSlots: what slots must be below when they are
-    // unpacked; the number of slots when they are packed.
+    // Exclusive upper bound of indices; 0 = not checked. For kSlots: that of slots when they are
+    // unpacked, the number of slots when they are packed.
     kLimit,
     kWidth
   };
@@ -382,8 +382,8 @@ void mark_runs(const Launch& on, const Batch& batch, const BatchPlan& plan);
 void refresh(const Launch& on);
 
 // The barrier: waits until all ranks of the memory domain have arrived as often as this one.
-// `pads`: [W] each rank's signal pad, W words, of which rank r writes word r (null: a remote rank);
-// `epoch`: this rank's number of arrivals, in device memory.
+// `pads`: [W] each rank's signal pad, W words; rank r writes word r (null: a remote rank); `epoch`:
+// this rank's number of arrivals, in device memory.
 void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
                      int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
@@ -396,7 +396,7 @@ struct RequestHeader {
 };
 struct PushPlan : SortedPairs {  // keys have 64 bits
   char* const* requests;         // [W] the readers' requests
-  // [W] the owners' partial sums, of which each reader has 1 / W of the space.
+  // [W] the owners' partial sums; each reader has 1 / W of the space.
   char* const* partials;
   int64_t request_bytes, partial_bytes;  // of each rank
   uint32_t* slots;                       // [max_pairs]
@@ -430,14 +430,14 @@ void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const E
                  cudaStream_t stream);
 int64_t sum_scratch_bytes(int64_t count);
 
-// The number of blocks of `per_block` groups to launch for `groups` groups: at most some times
-// those that the device can hold at once, as kernels loop.
+// The number of blocks of `per_block` groups to launch for `groups` groups: at most a few times as
+// many as the device can hold at the same time, since kernels loop.
 int blocks_for(int64_t groups, int64_t per_block);
 // Whether kernels may start before their predecessor on the stream has finished, see
 // OPER_LAUNCH_EARLY.
 bool kernels_overlap();
-// Threads that the device can hold at once if each takes 128 registers; most kernels take 60 to
-// 128.
+// Threads that the device can hold at the same time if each takes 128 registers; most kernels take
+// 60 to 128.
 int64_t resident_threads();
 
 inline int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }

@@ -69,7 +69,7 @@ struct KeyLookup {
   const int32_t* table_of;  // [num_keys] by key of the batch; -1 = no dynamic table
 };
 
-// What an update needs of the ids of a lookup.
+// Data on the ids of a lookup that an update needs.
 struct ListedIds {
   uint64_t* hashes;  // [n] of keys
   uint32_t* where;   // [n] 2 * table, or 2 * T for ids of other tables; + 1 if the key had a row

@@ -78,7 +78,7 @@ OPER_DEVICE uint32_t round_plain_pair(BFloat16, float first, float second, uint3
 }
 #endif
 
-// What the optimizer needs of a row in addition to its elements.
+// Data of a row, in addition to its elements, that the optimizer needs.
 struct RowFacts {
   int64_t slot;
   float state;  // of row-wise Adagrad

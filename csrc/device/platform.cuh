@@ -1,5 +1,5 @@
-// What device code uses of CUDA or, in tests on machines without a GPU, of its emulation
-// (tests/cuda/emulation.h).
+// The parts of CUDA that device code uses; in tests on machines without a GPU, those of its
+// emulation (tests/cuda/emulation.h).
 #pragma once
 
 #include <cstdint>

@@ -34,9 +34,9 @@ constexpr Optimizer kKindOf =
 template <class Shape, bool kUpdate>
 constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
 
-// Number of gradients (and rows of the table, if it is updated) that are in flight at once: up to
-// four, but no more than a group has lanes, or than fit a block's shared memory beside the
-// optimizer's buffer.
+// Number of gradients (and rows of the table, if it is updated) that are in flight at the same
+// time: up to four, but no more than a group has lanes, or than fit into a block's shared memory
+// with the optimizer's buffer.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
@@ -147,13 +147,13 @@ class Reducer {
   }
 
  private:
-  // What a lane reads of its pair.
+  // Data that a lane reads for its pair.
   struct Raw {
     int64_t key, after;  // keys of this pair and of the next one
     uint32_t payload;
     bool is_there;
   };
-  // What it derives from that.
+  // Data that it derives from these.
   struct Pair {
     int64_t at;             // index of the gradient's first element
     int64_t row;            // address of the table's row

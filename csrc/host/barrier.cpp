@@ -17,7 +17,7 @@ namespace oper::host {
 namespace {
 
 constexpr uint32_t kRefuses = 1u << 31;  // bit in the word of the phase
-constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
+constexpr int64_t kSliceMs = 100;  // how often a waiting rank checks that its peer is alive
 
 int64_t now_ms() { return PhaseTimes::now_ns() / 1000000; }
 
@@ -112,7 +112,7 @@ Status Barrier::wait() {
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
   // A peer that has given up while this rank still waited for another one updates nothing, so this
-  // rank must not, either. A rank that gives up then looks which ones had arrived
+  // rank must not, either. A rank that gives up then checks which ranks had arrived
   // (oper/shmem/counters/progress.py). At least one of the two sees what the other has written.
   for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
     if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;

@@ -24,8 +24,8 @@ struct alignas(128) BarrierLine {
   // ranks have read it.
   std::atomic<uint32_t> phase[2];
   std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
-  // Why this rank has given up: the rank that it found to lag, packed by Python's desync.py; 0 =
-  // none.
+  // Why this rank has given up: the late rank that it has identified, packed by Python's desync.py;
+  // 0 = none.
   std::atomic<int64_t> verdict;
 };
 static_assert(sizeof(BarrierLine) == 128);
@@ -58,8 +58,8 @@ class Barrier {
   Barrier(const Barrier&) = delete;
   Barrier& operator=(const Barrier&) = delete;
 
-  // Waits until all ranks have arrived. What any rank has written before is then visible to all
-  // (release-acquire). Returns a Result and, unless it is kOk, the rank that caused it:
+  // Waits until all ranks have arrived. Everything that any rank has written before is then visible
+  // to all (release-acquire). Returns a Result and, unless it is kOk, the rank that caused it:
   // - kRefused, if any rank passes `refuses`: the lowest such rank;
   // - kOtherPhase, if `phase` is not the same on all ranks: one with another phase than this rank;
   // - kOtherSettings, if `settings` are not: the lowest rank whose settings are not those of rank 0;
@@ -74,8 +74,8 @@ class Barrier {
   // knows of an error before the others arrive.
   void refuse(uint32_t phase);
 
-  // Announces that this rank will not arrive again: ranks that wait for it fail at once, and can
-  // read `verdict`.
+  // Announces that this rank will not arrive again: ranks that wait for it fail immediately, and
+  // can read `verdict`.
   void give_up(int64_t verdict = 0);
 
   // Records that an update of this rank's rows begins or has ended.

@@ -1,5 +1,5 @@
 // The state of one rank in the host back end (tables, features, addresses in all ranks' arenas,
-// scratch memory), what a batch consists of, and the steps of a batch.
+// scratch memory), the contents of a batch, and the steps of a batch.
 #pragma once
 
 #include <atomic>
@@ -54,7 +54,7 @@ struct PushedRows {
   std::vector<float> rows;
 };
 
-// What the read map gives in a table with rows of several types: the address in the lower 48 bits,
+// An entry of the read map of a table with rows of several types: the address in the lower 48 bits,
 // the row's type and size in the upper 16, which are zero in the addresses of other tables.
 struct RowPlace {
   static constexpr int kBytesAt = 48, kTypeAt = 60;
@@ -182,7 +182,7 @@ class Scratch {
   std::vector<int64_t> rows_read_;
 };
 
-// The headers of a rank's outbox. Its peers read them to find what it has left for them.
+// The headers of a rank's outbox. Its peers read them to find the data that it has left for them.
 struct OutboxHeader {
   int64_t used_bytes;  // most bytes that a batch has used, which readers want in huge pages
   int64_t reserved[7];
@@ -205,8 +205,8 @@ struct RequestTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
 };
 
-// The partial sums that an owner has pooled for one reader: the bags of which it owns rows,
-// ascending, and the sums.
+// The partial sums that an owner has pooled for one reader: the bags that contain rows of this
+// owner, ascending, and the sums.
 struct PartialTable {
   int64_t count;
   int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
@@ -231,8 +231,8 @@ struct Context {
   PhaseTimes times;
   // Bytes sent to other memory domains so far if phases are traced, otherwise 0.
   int64_t traced_bytes() const;
-  // What this rank has read since the start or the last reset, [kNumMoved][T][W] by kind, table and
-  // the rank whose memory was read; see Moved. No batch may be running.
+  // This rank's reads since the start or the last reset, [kNumMoved][T][W] by kind, table and the
+  // rank whose memory was read; see Moved. No batch may be running.
   std::vector<int64_t> moved();
   void reset_moved();
   std::atomic<int64_t> num_passes[2] = {};  // forward and backward passes since then
@@ -257,9 +257,9 @@ struct Context {
   // Sets up the counters; called once, when tables and outboxes are complete.
   void start_counting();
   auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
-  // The outbox is one range of addresses: headers; what is written before an exchange (reduced
-  // rows, requests); and, in its second half, partial sums, which a slow reader may still read
-  // while the next backward pass fills the first half.
+  // The outbox is one range of addresses: headers; data written before an exchange (reduced rows,
+  // requests); and, in its second half, partial sums, which a slow reader may still read while the
+  // next backward pass fills the first half.
   template <class T>
   T* in_outbox(int32_t owner_rank, int64_t bytes) const {
     return reinterpret_cast<T*>(outbox[owner_rank] + bytes);
@@ -384,7 +384,7 @@ struct TableOrder {
 // Entries after the last address, which are prefetched, too.
 constexpr int64_t kAddressesAhead = 64;
 
-// What has been computed from the ids of a batch before its forward pass.
+// Data computed from the ids of a batch before its forward pass.
 struct Resolved {
   const int64_t* addresses;             // of the rows of all features, in order
   std::vector<int64_t> first;           // [F] index of each feature's first address

@@ -63,7 +63,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Reusable objects, each of which one thread has to itself while it uses it.
+// Reusable objects, each used by one thread at a time.
 template <class Object>
 class Spares {
  public:

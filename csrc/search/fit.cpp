@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kGroups = 5;        // groups of loads per phase, of which the largest counts
+constexpr int kGroups = 5;        // groups of loads per phase; the largest counts
 constexpr int kBisections = 20;
 constexpr double kRounding = 1e-8;  // relative tolerance within which a single row keeps a limit
 constexpr int64_t kFeatures = 3;  // see OperFit::per_unit

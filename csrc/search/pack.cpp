@@ -27,7 +27,7 @@ constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // shares of the moves;
 constexpr double kShareOfFew = 0.67;                     // first share, if only one search is continued
 constexpr double kMovesEach = 1500;  // least moves of a short search, per table
 constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // one of kStartsToKeep continues
-constexpr int64_t kRelaxedOf = 4;  // one in so many short searches starts from the relaxed solution
+constexpr int64_t kRelaxedOf = 4;  // one in this many short searches starts from the relaxation
 // Changes of layouts tried for all short searches: per table, and at least. Twice as many gained little.
 constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one

@@ -12,7 +12,7 @@
 
 namespace oper::search {
 
-constexpr int kDrawn = 12;        // ranks drawn, of which the best is used: 4 were too few, 32 no better
+constexpr int kDrawn = 12;        // ranks drawn; the best is used: 4 were too few, 32 no better
 constexpr double kRelevel = 0.02;  // relative range of the random changes of levels
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
@@ -43,7 +43,7 @@ class PackMoves : protected PackState {
 
   // -- choice of ranks ----------------------------------------------------------------------------
 
-  // What a small additional load on a rank would cost: the sum over the phases of the fourth power of
+  // The cost of a small additional load on a rank: the sum over the phases of the fourth power of
   // its time without pulled rows, which can be moved elsewhere, as a share of the phase.
   double marginal_cost(int64_t r) const {
     double sum = 0;

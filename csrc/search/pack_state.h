@@ -1,11 +1,11 @@
 // State of the search for owners of pushed rows: the ranks' loads, the pieces, and how to undo a move.
 //
-// A table's columns are divided into two parts, one of which may be empty. A state gives every part a
+// A table's columns are divided into two parts; one part may be empty. A state gives every part a
 // candidate (which rows are pushed, pulled or replicated) and divides its pushed rows into column
-// pieces, each of which is striped over a few owners by integer weights. A rank's load is a vector: for
-// each phase its groups of terms, of which the largest counts, and memory. What ranks do as readers is
-// the same for all ranks of a class. Pulled rows are divisible: of those of all tables of a class together,
-// each rank owns as large a share as it can beside its other loads.
+// pieces, each of which is striped over a few owners by integer weights. A rank's load is a vector:
+// for each phase its groups of terms (only the largest counts), and memory. The work of ranks as
+// readers is the same for all ranks of a class. Pulled rows are divisible: of those of all tables
+// of a class together, each rank owns as large a share as its other loads allow.
 #pragma once
 
 #include "search/pack.h"
@@ -197,7 +197,7 @@ class PackState {
     }
   }
 
-  // What the load of an owner of a piece is proportional to.
+  // The quantities to which the load of a piece's owner is proportional.
   struct Carried {
     double columns = 0;  // its share of the rows, times the columns of the piece
     double ids = 0;      // its share of the lookups

@@ -3,7 +3,7 @@
 //
 // A block is a range of rows of equal hotness. It either stays (its rows are pulled or replicated),
 // or is pushed to one of the options, which are classes of owners. A table cut by columns into
-// `streams` pieces pays its id stream so many times. Owners of a piece type can have at most `mass`
+// `streams` pieces pays for one id stream per piece. Owners of a piece type can have at most `mass`
 // of the lookups each, which determines the bytes of partial sums.
 #include "search/price.h"
 #include "search/price_loops.h"
@@ -27,7 +27,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
 constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
-constexpr int64_t kAlone = 30;       // up to so many tables x options, a second thread takes longer to start
+constexpr int64_t kAlone = 30;       // tables x options for which a second thread does not pay off
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };  // OperPricing::mode
 enum Pushes : uint8_t { kFree, kStill, kPushes };                    // OperPricing::pushes
@@ -407,9 +407,9 @@ class Pricing {
   }
 
   // The cheapest way to make up a table's columns from pieces, each with the width of some type and its
-  // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower ones, with
-  // an id stream of their own. Shortest path over columns, in two lanes: nothing pushed so far, or
-  // something.
+  // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower
+  // ones, with their own id stream. Shortest path over columns, in two lanes: nothing pushed so
+  // far, or something.
   double whole_widths(double Kind::* cost_of) {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     by_width_.assign(count + 1, {kInfinity, 0});  // cost and kind of the cheapest piece of each width

@@ -1,9 +1,9 @@
 // torch operators for memory that other processes can map: CUDA virtual memory with POSIX file
 // descriptors, on the device or, for tiers in host memory, on the NUMA node next to it.
 //
-// An arena has `bytes`, of which the ascending ranges [begin, end) in the flat list `host_ranges`
-// are in host memory, which kernels reach over the device's link. All are multiples of kPartBytes.
-// The functions of the driver are looked up at run time, so that nothing links to libcuda.
+// An arena has `bytes`. Its ranges [begin, end) in the flat list `host_ranges`, ascending, are in
+// host memory, which kernels reach over the device's link. All are multiples of kPartBytes. The
+// functions of the driver are looked up at run time, so that nothing links to libcuda.
 #include <cuda.h>
 #include <unistd.h>
 

@@ -32,7 +32,7 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
 
 namespace {
 
-// Every so many forward passes a batch plan is made only to measure how often rows repeat.
+// Interval, in forward passes, at which a batch plan is made only to measure how often rows repeat.
 constexpr int64_t kMeasuredEvery = 256;
 
 struct Lookup {

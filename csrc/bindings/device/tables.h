@@ -60,8 +60,8 @@ struct KeyMap {
   bool is_whole;              // every key has exactly one feature
 };
 
-// What has been computed from a batch's ids: its batch plan and the memory of that. If
-// `lookup_resolve` has computed it, Python holds the shared_ptr as the bytes of a tensor.
+// Data computed from a batch's ids: its batch plan and the plan's memory. If `lookup_resolve` has
+// computed it, Python holds the shared_ptr as the bytes of a tensor.
 struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
   Tensor workspace;  // memory of the batch plan

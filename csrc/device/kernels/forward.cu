@@ -326,10 +326,10 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
                   out,
                   is_wide(out.data, out.stride),
                   skip_pushed};
-    // If there are few bags, each has a group of its own, so that all are in flight at once. If
-    // there are many, a group takes bags of about kIdsPerGroup ids in total, enough to fetch many
-    // rows together; but fewer if the groups would then fill the device less than kTurns times,
-    // since with few turns most of the device would wait for the last groups.
+    // If there are few bags, each gets its own group, so that all are in flight at the same time.
+    // If there are many, a group takes bags of about kIdsPerGroup ids in total, enough to fetch
+    // many rows together; but fewer if the groups would then fill the device less than kTurns
+    // times, since with few turns most of the device would wait for the last groups.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);

@@ -4,7 +4,7 @@
 namespace oper::device {
 namespace {
 
-// Loads the table's row of a run and what its update needs, unless sums go to the outbox.
+// Loads the table's row of a run and the data that its update needs, unless sums go to the outbox.
 template <class Shape, To kTo>
 OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& table, int32_t t,
                               int lane, Row<Shape>& row) {

@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>)
   }
 }
 
-// Divides the outputs of tables with mean pooling and pushed tiers, of which `pool` writes only
+// Divides the outputs of tables with mean pooling and pushed tiers, for which `pool` writes only
 // sums.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) divide_kernel(const AddArgs a) {

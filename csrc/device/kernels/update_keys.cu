@@ -2,7 +2,7 @@
 // new rows.
 //
 // One warp updates a bucket, key by key in the order of hashes, when the keys of all ranks have
-// been merged. What happens in a bucket depends on these keys and their counts only.
+// been merged. The changes in a bucket depend only on these keys and their counts.
 #include "device/batch.cuh"
 #include "device/bucket.cuh"
 #include "device/keys.h"

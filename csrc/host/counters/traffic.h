@@ -1,8 +1,8 @@
-// Counters of what a rank reads in every batch, by the rank whose memory it reads.
+// Counters of a rank's reads in every batch, by the rank whose memory it reads.
 //
 // Ranks get data from each other by reading it, so each transfer is counted once, by the reader.
-// Counted are rows, ids and numbers; oper/rows/traffic.py says of each kind what is counted, and
-// its bytes.
+// Rows, ids and numbers are counted; oper/rows/traffic.py defines the unit of each kind, and its
+// bytes.
 #pragma once
 
 #include <atomic>
@@ -42,8 +42,8 @@ class TableCounters {
   int64_t stride_ = 0;
 };
 
-// By which the rank is found in whose arena an address lies: an arena is one range of addresses,
-// whose last part is the outbox.
+// Finds the rank whose arena contains an address: an arena is one range of addresses, whose last
+// part is the outbox.
 struct Arenas {
   std::vector<int64_t> outbox;  // [W] addresses of the outboxes, ascending
   std::vector<int32_t> rank;    // [W] whose outbox it is

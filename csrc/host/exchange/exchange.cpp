@@ -178,7 +178,7 @@ Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
           static_cast<uint32_t>(table.first_column), names};
 }
 
-// Records where the requests that were just sent lie, for `is_as_before`.
+// Records where the requests just sent are stored, for `is_as_before`.
 void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   for (const Part& x : parts) {
     Requested& asked = kept(kAsBefore).asked[cell(x.rank, x.table)];

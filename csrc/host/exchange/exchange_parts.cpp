@@ -1,4 +1,5 @@
-// What each phase sends to a rank of another memory domain, and where received data goes.
+// The data that each phase sends to a rank of another memory domain, and where received data is
+// stored.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -41,7 +42,7 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       if (!table.is_pushed) continue;
       list_bags(t, r);
       counts[1] = requests_count(t, r, weighted);
-      // Sent are only the gradients of bags of which this owner has rows.
+      // Only the gradients of bags that contain rows of this owner are sent.
       counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
     if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)

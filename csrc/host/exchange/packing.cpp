@@ -120,8 +120,8 @@ OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws
   }
 }
 
-// Writes a row with numbers that are not finite: these get codes of their own, and the others those
-// of a row of theirs with fewer codes.
+// Writes a row that contains numbers that are not finite: these get separate codes, and the finite
+// numbers are coded as a row of their own, with fewer codes.
 template <int kBits>
 void code_others(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name) {
   constexpr int kLargest = (1 << kBits) - 1;

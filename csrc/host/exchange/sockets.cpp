@@ -18,9 +18,9 @@ namespace {
 constexpr uint32_t kMark = 0x7265706f;    // of the headers of this protocol ("oper")
 constexpr int64_t kTurnBytes = 64 << 10;  // most sent to one peer before the next one's turn
 // A send window is the number of bytes in flight to one peer. If several senders share a receiver's
-// link with windows larger than what the link holds, TCP shares it unequally: the sender with the
-// smallest share finishes last while other links idle (a quarter of the time, with four and eight
-// hosts). Small equal windows share it equally. These are the bounds:
+// link with windows larger than the bytes that the link holds, TCP shares it unequally: the sender
+// with the smallest share finishes last while other links idle (a quarter of the time, with four
+// and eight hosts). Small equal windows share it equally. These are the bounds:
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
 // At least this many TCP segments (64 KiB each on loopback), since receivers delay the ACK of a
 // single one.

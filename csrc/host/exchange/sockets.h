@@ -23,9 +23,9 @@ class Sockets {
   explicit Sockets(const std::vector<int64_t>& connections);
 
   // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it.
-  // Segments lie one after the other in rank order; their sizes [W] are in bytes. Both buffers must
-  // be valid until run() returns kDone. Returns false, and does nothing, if the previous exchange
-  // is unfinished.
+  // Segments are contiguous and in rank order; their sizes [W] are in bytes. Both buffers must be
+  // valid until run() returns kDone. Returns false, and does nothing, if the previous exchange is
+  // unfinished.
   bool begin(const char* send, const int64_t* send_bytes, char* recv, const int64_t* recv_bytes);
   // Sends and receives until the exchange is complete (kDone), for at most about `timeout_ms`.
   Result run(int timeout_ms);

@@ -80,8 +80,8 @@ struct Kernels {
   void (*interact_gradient)(const float* first, const float* others, const float* gradient,
                             int num_rows, int dim, float* first_out, float* others_out,
                             Scratch& scratch);
-  // For samples that have the rows `shared` [num_shared, dim] in common and rows of their own,
-  // `own`: num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot
+  // For samples that have the rows `shared` [num_shared, dim] in common and their own rows, `own`:
+  // num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot
   // products of its own rows with the shared ones and with each other, see
   // `forward_shared_interaction`.
   void (*interact_shared)(const float* shared, int num_shared, const float* const* own, int num_own,

@@ -1,5 +1,5 @@
 // The kernels, included by each kernels_*.cpp, which defines OPER_KERNELS (a namespace),
-// OPER_KERNELS_TABLE and OPER_KERNELS_NAME. Headers are in kernels.h, which says why.
+// OPER_KERNELS_TABLE and OPER_KERNELS_NAME. Headers are in kernels.h, which explains why.
 
 namespace oper::host {
 namespace OPER_KERNELS {

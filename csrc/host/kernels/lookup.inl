@@ -31,8 +31,8 @@ OPER_INLINE void prefetch_marked(RowPlace at, int64_t most) {
 }
 
 // Pools a bag of `n` rows of codes, rounded as by FBGEMM: the sum begins with zero, and for mean
-// pooling it is multiplied by 1 / n. `at`: addresses, of which the rows up to `ahead` after the bag
-// are prefetched; `w`: weights of the ids.
+// pooling it is multiplied by 1 / n. `at`: addresses; the rows up to `ahead` after the bag are
+// prefetched; `w`: weights of the ids.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {

@@ -1,4 +1,4 @@
-// Orders ids by home key, the part of the backward pass that depends on ids only. Part of
+// Orders ids by home key, the part of the backward pass that depends only on ids. Part of
 // kernels.inl.
 
 // Passes of `radix_sort` for this many bits, at most 11 in each.

@@ -241,8 +241,8 @@ struct Row {
   }
 };
 
-// How many rows before its use a row is prefetched: at most `most`, and so few that they take only
-// a small part of the cache.
+// How many rows before its use a row is prefetched: at most `most`, and few enough to take only a
+// small part of the cache.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);

@@ -1,5 +1,5 @@
-// What an owner does with the gradients of its rows: sums those of all ranks, and applies the
-// optimizer. Part of kernels.inl.
+// The update by the owner of rows: sums the gradients of all ranks, and applies the optimizer. Part
+// of kernels.inl.
 
 // Gradients of one rank for rows of this owner; those before `at` have been used.
 struct Incoming {

@@ -297,7 +297,7 @@ int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
                             const KeyRecord* records, bool checks) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
   const int64_t n = static_cast<int64_t>(numbers.size());
-  int64_t bucket = -1, begin = 0;  // of the last record, and where records of this bucket begin
+  int64_t bucket = -1, begin = 0;  // of the last record; index of the first record in that bucket
   for (int64_t i = 0; i < n; ++i) {
     const KeyRecord& r = records[i];
     const int64_t its = place_of(candidates, numbers[i]).bucket;

@@ -43,7 +43,7 @@ struct KeyChanges : KeyEvents {
   std::vector<NewRow> rows;  // by bucket
 };
 
-// What a checkpoint stores of a slot or candidate; free ones have clock -1.
+// The record of a slot or candidate in a checkpoint; free ones have clock -1.
 struct KeyRecord {
   int64_t key, count, clock;
 };

@@ -1,5 +1,5 @@
-// What the steps of a batch have in common: how their work is divided into tasks, and how ranks
-// wait for each other.
+// Common parts of the steps of a batch: how their work is divided into tasks, and how ranks wait
+// for each other.
 #pragma once
 
 #include <algorithm>
