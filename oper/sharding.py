@@ -467,7 +467,7 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     if rows and bytes_per_step is not None:
         raise InvalidInputError("cannot move tables to another plan", "bytes_per_step",
                                 bytes_per_step, "None when a re-map is given",
-                                "leave it out: rows are renumbered at once, between two batches")
+                                "leave it out: all rows are renumbered between two batches")
     for tables in found:
         check_renumbering(tables, rows)
     budget = bytes_per_step

@@ -97,14 +97,14 @@ Target target_of(const Tensor& to, const Tensor& places) {
   const int64_t* at = int64_data(places);
   const int64_t n = places.numel(), num_rows = to.size(0);
   STD_TORCH_CHECK(std::all_of(at, at + n, [=](int64_t k) { return k >= 0 && k < num_rows; }),
-                  "internal: a place outside of the table");
+                  "internal: expected places within the table");
   return {at, n, to.size(1) * static_cast<int64_t>(to.element_size()),
           static_cast<char*>(to.mutable_data_ptr())};
 }
 
 // Reads the rows at these places, so that they are in the cache when `place_rows` overwrites them.
 void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
-  STD_TORCH_CHECK(to.size() == places.size(), "internal: as many places as matrices");
+  STD_TORCH_CHECK(to.size() == places.size(), "internal: expected one array of places per matrix");
   for (size_t k = 0; k < to.size(); ++k) {
     const Target target = target_of(to[k], places[k]);
     for (int64_t i = 0; i < target.n; ++i)
@@ -117,7 +117,7 @@ void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
 void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<Tensor> rows) {
   constexpr int64_t kAhead = 16;
   STD_TORCH_CHECK(to.size() == places.size() && to.size() == rows.size(),
-                  "internal: as many places and rows as matrices");
+                  "internal: expected one array of places and one of rows per matrix");
   for (size_t k = 0; k < to.size(); ++k) {
     const Target target = target_of(to[k], places[k]);
     STD_TORCH_CHECK(to[k].scalar_type() == rows[k].scalar_type() && rows[k].dim() == 2 &&

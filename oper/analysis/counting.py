@@ -73,7 +73,8 @@ class CountOptions:
 
 
 class AdaptiveCounter:
-    """Counts ids exactly while the distinct ids fit a memory budget, and by sketches after that."""
+    """Counts ids exactly while the distinct ids fit a memory budget, and with sketches after
+    that."""
 
     def __init__(self, budget_bytes: int) -> None:
         """Start with exact counts in a hash table of at most `budget_bytes` bytes."""
@@ -318,7 +319,8 @@ class KeyCounter:
 
     def __init__(self, presence_samples: Sequence[int] = PRESENCE_SAMPLES,
                  budget_bytes: int = 1 << 28) -> None:
-        """Start a count; sketches are used if the distinct keys exceed `budget_bytes` bytes."""
+        """Start a count; once the distinct keys take more than `budget_bytes`, sketches are
+        used."""
         self._counter = AdaptiveCounter(budget_bytes)
         self._lengths = LengthCounter()
         self._presence = PresenceSampler(1 << _HASH_BITS, presence_samples)

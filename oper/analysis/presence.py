@@ -105,7 +105,7 @@ class PresenceSampler:
         rows = keys >> self._bits
         sample = (keys & ((1 << self._bits) - 1)).astype(np.int32)
         # The sample in which the same row was accessed before, -1 for none. An access is the first
-        # of its row in a window exactly if the previous access lies in an earlier window.
+        # of its row in a window if and only if the previous one is in an earlier window.
         previous = np.full(sample.size, -1, np.int32)
         np.copyto(previous[1:], sample[:-1], where=rows[1:] == rows[:-1])
         record = {}

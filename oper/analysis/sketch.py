@@ -281,7 +281,8 @@ def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses
 
 
 def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids, ascending, and counts of which the error is at most a tenth; int64 [H] each."""
+    """Return ids, ascending, and counts whose error is at most a tenth of the count; int64 [H]
+    each."""
     ids, counts = heavy.result()
     sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
     ids, counts = ids[sure], counts[sure] + heavy.error // 2

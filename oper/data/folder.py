@@ -119,7 +119,7 @@ class Folder:
         todo = "name a folder that 'oper preprocess' wrote"
         if (folder / LOOKUPS).exists():
             todo = ("'oper generate' wrote lookups there, which have no labels to train on; their "
-                    "statistics are in a file of their own: " + todo)
+                    "statistics are in a separate file: " + todo)
         manifest = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION))
         try:
             columns, tables = manifest["columns"], manifest["tables"]

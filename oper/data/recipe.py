@@ -411,7 +411,7 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     own = sorted({"column", *entry.options} & set(value))
     require(what, "write them into every [[layout]]", (
         "column and options of a layout", own, "layout" not in value or not own,
-        "none beside [[layout]]"))
+        "none together with [[layout]]"))
     layouts = tuple(x.to_layout(what, x.name) for x in entry.layout) if "layout" in value else (
         entry.to_layout(what, "default"),)
     require(what, "add a layout", ("layouts", layouts, bool(layouts), "at least one"))

@@ -391,8 +391,8 @@ def _save(stats: AccessStats, args: argparse.Namespace, dynamic: DynamicRows | N
             summary["tables"][name]["forecast"] = asdict(
                 forecast(table, *astuple(dynamic.per_update(lookups))))
             if table.head_counts[table.head_ids == 0].any():
-                print(f"warning: --capacity takes row 0 of {name!r}, which rare and unseen values "
-                      "share, for one key: count a folder of --raw-ids", file=sys.stderr)
+                print(f"warning: --capacity counts row 0 of {name!r}, which rare and unseen values "
+                      "share, as one key: preprocess with --raw-ids to count them", file=sys.stderr)
     if args.json:
         print(json.dumps(summary))
     else:
@@ -418,7 +418,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
                          "pass --merge to merge statistics files")
     for name in ("grown", "remap"):
         if getattr(args, name) and not args.merge:
-            raise UsageError("cannot analyze", f"--{name}", getattr(args, name), "with --merge",
+            raise UsageError("cannot analyze", f"--{name}", getattr(args, name), "--merge, too",
                              "leave it out")
     if args.merge:
         files = [args.folder, *args.more]

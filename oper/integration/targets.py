@@ -185,7 +185,7 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
             if first != here and ours and trains:
                 raise InvalidInputError("cannot shard a parameter shared between modules",
                                         "parameters", (first, here), "each table in one module",
-                                        "give each module a parameter of its own")
+                                        "give each module its own parameter")
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:

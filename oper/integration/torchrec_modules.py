@@ -296,11 +296,12 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Start preprocessing the ids of the next batch on a separate thread.
 
-        For training loops without `TrainPipelineSparseDist`, which prefetches by itself: call this
-        method with the next batch before the current batch's forward pass. Results are identical.
-        The forward pass for the same `features` (the same tensor objects) uses the preprocessed
-        ids and raises their errors; at most 8 batches are retained, and the oldest is dropped
-        first. Not collective, except within `oper.micro_batches`: it starts the entire lookup.
+        For training loops without `TrainPipelineSparseDist`, which prefetches automatically: call
+        this method with the next batch before the current batch's forward pass. Results are
+        identical. The forward pass for the same `features` (the same tensor objects) uses the
+        preprocessed ids and raises their errors; at most 8 batches are retained, and the oldest is
+        dropped first. Not collective, except within `oper.micro_batches`: it starts the entire
+        lookup.
         """
         with contextlib.suppress(Exception):  # the forward pass raises it, and notifies all ranks
             self._prefetched.enqueue(features, self.lookup_of(features))

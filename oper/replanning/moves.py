@@ -23,7 +23,7 @@ class Moves:
         owner_bytes: bytes of rows and optimizer states whose owner changes.
         between: float64 [D, D]; entry [s, t] is the number of bytes that memory domain t receives
             from domain s: rows, replicas and states that `oper.migrate` reads there, and numbers of
-            requested rows. Rows of which domain t has a replica are not transferred.
+            requested rows. Rows that domain t has a replica of are not transferred.
     """
 
     owner_bytes: float
@@ -85,7 +85,7 @@ def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray
 
 @dataclass(slots=True, eq=False)
 class _Target:
-    """Rows of a tier of the new plan, and what they get from one piece of the old plan.
+    """Rows of a tier of the new plan, and the data that they get from one piece of the old plan.
 
     Attributes:
         tier: the tier.

@@ -64,7 +64,7 @@ class WatchOptions:
     Attributes:
         window: number of steps whose median duration is compared with the usual one.
         tolerance: relative difference of steps, and of links, above which they count as changed.
-        bytes_per_step: as for `oper.migrate`; None = move everything at once.
+        bytes_per_step: as for `oper.migrate`; None = move everything in one call.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
 
     Raises:

@@ -51,8 +51,8 @@ def bootstrap(values: np.ndarray, samples: int = SAMPLES) -> Interval:
 def difference(a: np.ndarray, b: np.ndarray) -> Interval:
     """Bootstrap mean(a) - mean(b), with both resampled by the same users.
 
-    Both have values of N users, float [N], or of S seeds, float [S, N]. If both have equally many
-    seeds, these are paired as well; otherwise each is averaged over its seeds.
+    Both have values of N users, float [N], or of S seeds, float [S, N]. If both have the same
+    number of seeds, these are paired as well; otherwise each is averaged over its seeds.
     """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1:] != b.shape[1:]:

@@ -60,7 +60,7 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
 
     Returns:
         The placement; the table's dtype is that of the last range. Tiers are cut where the
-        type changes, and have a `dtype` of their own if it differs from the table's.
+        type changes, and have their own `dtype` if it differs from the table's.
 
     Raises:
         PlanError: `hottest` contradicts the placement's order.

@@ -186,7 +186,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
 
 
 def _options(problem: Problem, effort: str, seed: int) -> dict[str, Any]:
-    """Notes of the options of a search, without a time limit."""
+    """The search's options, without a time limit, for the notes of its plan."""
     found = {"effort": effort, "seed": seed, "allow": sorted(problem.allow)}
     if problem.constraints != Constraints():
         found["constraints"] = problem.constraints.to_json()
@@ -270,7 +270,7 @@ def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
 
 
 def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
-    """`plan`, or a plan with the placement of `start` if that is allowed and faster."""
+    """`plan`, with the placement of `start` if that is allowed and faster."""
     if start is None:
         return plan
     found = evaluate(start, problem)

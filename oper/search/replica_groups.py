@@ -193,7 +193,7 @@ def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
     else:
         slowest = machine.seconds(units)[links].max()
     # One `phase_us` is two exchanges. Gradients: counts and data, and an update within the group
-    # that is a phase of its own. Rows: counts, slots and data.
+    # that is a separate phase. Rows: counts, slots and data.
     phases = 2.0 if every == 1 else 1.5
     costs = topology.costs
     return (float(slowest) * 1e6 + 2 * float(units[Term.CROSS_OUT].max()) * costs.wire_ns * 1e-3

@@ -200,7 +200,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats, notes: dict[str,
               f"{serving.max_wait_ms:g} ms for others\n"
               f"modelled: p99 {serving.p99_ms:.3g} ms (bound {args.latency_bound:g} ms), "
               f"mean batch {serving.mean_batch:.1f}, ranks busy {serving.utilisation:.0%}\n"
-              f"memory {format_bytes(serving.memory_bytes)}, of which replicas "
+              f"memory {format_bytes(serving.memory_bytes)}, including replicas of "
               f"{serving.replica_share:.0%} of the tables")
     print(f"wrote {args.output}", file=sys.stderr)
     return 0

@@ -18,7 +18,7 @@ class BatchOptions:
     """Options of dynamic batching, per worker.
 
     Attributes:
-        max_samples: maximum samples per batch; a larger request is scored in a batch of its own.
+        max_samples: maximum samples per batch; a larger request is scored in a separate batch.
         max_wait_ms: maximum time that a batch's oldest request waits for further requests while the
             model is idle, milliseconds; 0 = do not wait (like the default of Triton's
             ``max_queue_delay_microseconds``). Requests that arrive while the model is busy are

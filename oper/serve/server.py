@@ -49,7 +49,7 @@ class Source(Protocol):
     def prepare(self, weights: Any = None) -> Callable[[], int]:
         """Read and validate new weights while requests are served.
 
-        The returned function makes all workers use them at once and returns their epoch.
+        The returned function makes all workers switch to them together and returns their epoch.
         """
         ...
 

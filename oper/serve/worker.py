@@ -30,9 +30,9 @@ READY, ACCEPT = b"r", b"a"
 _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is forced to exit
-_YIELD_S = 0.25  # a connection waits so long for workers with fewer connections, if these are busy
-_STEP_S = 0.002  # first of the growing pauses after which it looks whether these have accepted it
-_BUSY_S = 1.0  # for so long further ones do not wait
+_YIELD_S = 0.25  # how long a connection waits for workers with fewer connections, if these are busy
+_STEP_S = 0.002  # first of the growing pauses after which it checks whether these have accepted it
+_BUSY_S = 1.0  # how long further connections do not wait after that
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
 

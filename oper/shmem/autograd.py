@@ -88,7 +88,7 @@ class _Lookup(torch.autograd.Function):
         if task == -1:
             began.clear()
         # A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        # then makes a backward pass of its own, whose update later checkpoints would see.
+        # then makes a separate backward pass, whose update later checkpoints would see.
         ctx.is_outdated = task != -1 and (
             began.setdefault(task, tables.num_steps) != tables.num_steps)
         with turns.lock:  # no other thread updates the rows in between

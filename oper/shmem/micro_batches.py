@@ -106,7 +106,7 @@ class _Worker:
         return call(argument)
 
     def settle(self) -> None:
-        """Wait until all queued calls are done; returns at once on the worker thread itself."""
+        """Wait until all queued calls are done; returns immediately on the worker thread itself."""
         if threading.get_ident() != self._identity:
             wait(self._submitted)
 

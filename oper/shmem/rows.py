@@ -149,7 +149,8 @@ class LogicalRows:
         parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
         if part not in parts:
             raise InvalidInputError(f"table {table!r} has no such part", "part", part,
-                                    f"one of {list(parts)}", f"its optimizer is {spec.optimizer}")
+                                    f"one of {list(parts)}, which {spec.optimizer} has",
+                                    "choose one of these")
         return parts[part]
 
     def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
@@ -209,8 +210,8 @@ class LogicalRows:
     def pieces_of(self, table: str, part: str) -> list[int]:
         """Return indices of the directories that together hold a part of a table.
 
-        For a state with one number per row, of which every column piece has a copy, this is only
-        the first directory of the table; otherwise all of them.
+        For a state with one number per row, which every column piece copies, this is only the first
+        directory of the table; otherwise all of them.
         """
         return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 

@@ -115,7 +115,7 @@ class DynamicConfig:
         bytes: in place of `rows`, bytes of every table with optimizer states and directory of
             keys; it gets as many rows as fit.
         tables: maps columns to their tables' rows, in place of `rows` or `bytes`.
-        admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once.
+        admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at the first.
         admit_probability: probability that an update gives a row to a key that it sees; must be 1
             if `admit_after` > 1.
         eviction: key that loses its row to a new key: ``"lru"``, the least recently seen;

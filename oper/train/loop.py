@@ -268,7 +268,7 @@ class Interrupt:
         if not self.requested:
             self.requested, self._at = True, now
             print("oper: stopping at the next log line and saving the state; interrupt again to "
-                  "stop at once without saving", file=sys.stderr)
+                  "stop immediately without saving", file=sys.stderr)
 
 
 class _MetricsFile:

@@ -15,7 +15,7 @@ from oper.shmem.tables import ShardedTables
 from oper.train.metrics import sum_over_ranks
 
 _BOUNDS = (*map(str, BUCKETS_US), "inf")
-_COLUMNS = 8  # of `Keys.own_counts`, of which the first two are levels: occupied, full buckets
+_COLUMNS = 8  # of `Keys.own_counts`; the first two are levels: occupied, full buckets
 _LEVELS = 2
 _EVENTS = ("admitted", "evicted", "expired", "refused", "lookups")
 
@@ -54,7 +54,8 @@ def by_phase(phases: torch.Tensor) -> dict[str, Any]:
 
 
 class KeyMeter:
-    """Counts keys of a model's dynamic tables since it was made or last read.
+    """Counts events of keys in a model's dynamic tables since construction or the last call of
+    `read`.
 
     Args:
         model: a sharded model; without dynamic tables, all results are empty.

@@ -27,7 +27,7 @@ class _ReplacedError(Exception):
 
 
 class RunMirror:
-    """Copies new weights of a run from a URL to a temporary folder, in a thread of its own.
+    """Copies new weights of a run from a URL to a temporary folder, in a separate thread.
 
     In the folder, every file is complete, and the files of a checkpoint are of one checkpoint: it
     is put in place when all of them are there and match its checksums. In the store, files
@@ -90,7 +90,7 @@ class RunMirror:
         self._logged = text
 
     def update(self) -> str:
-        """Copy what is new in the store; return why a new checkpoint or delta is not served, or "".
+        """Copy new files from the store; return why a new checkpoint or delta is not served, or "".
 
         Raises:
             Exception: the store or the disk failed; the next call tries again.
@@ -148,8 +148,8 @@ class RunMirror:
         have[name] = stamp
 
     def _update_checkpoint(self, found: Stamps) -> str:
-        """Put the checkpoint of the store, whose files are `found`, in place if it is another one
-        and complete; return why it is refused, or ""."""
+        """Move the store's checkpoint, whose files are `found`, to its place if it is new and
+        complete. Return why it is refused, or ""."""
         if f"{CHECKPOINT}/{METADATA}" not in found or self._is_seen(found):
             return ""
         for name in self._arrived.keys() - found.keys():
@@ -172,7 +172,7 @@ class RunMirror:
         self._is_refused = False
         place = self.folder / CHECKPOINT
         olds = [p for p in (place, folder_of(place)) if p.exists()]
-        for old in olds:  # at once, since a server may be reading it
+        for old in olds:  # in one step, since a server may be reading it
             old.rename(old.with_name(f"{old.name}.previous"))
         self._incoming.rename(place)
         for old in olds:

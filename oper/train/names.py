@@ -16,7 +16,7 @@ _PROBE = nn.ModuleDict()
 def table_name(column: str) -> str:
     """Return the name of a column's table in a model: the column's name, if torch allows it.
 
-    torch allows neither dots nor names of its containers' attributes, such as ``type`` or
+    torch allows neither dots nor the names of its containers' attributes, such as ``type`` or
     ``items``. Dots are replaced by ``%2E`` and percent signs by ``%25``; ``_`` is appended to a
     reserved name. Different columns get different names.
     """

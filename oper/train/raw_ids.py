@@ -41,7 +41,7 @@ class KeysRead:
         return self
 
     def add(self, features: Sequence[str], offsets: Sequence[int], rows: torch.Tensor) -> None:
-        """Add a batch's `rows`, int64 [N], of which feature k has ``offsets[k]:offsets[k + 1]``."""
+        """Add a batch's `rows`, int64 [N]; feature k has ``offsets[k]:offsets[k + 1]``."""
         unknown = (rows == 0).nonzero()[:, 0].cpu().numpy()
         found = np.diff(np.searchsorted(unknown, offsets)).tolist()
         for name, (begin, end), missed in zip(features, itertools.pairwise(offsets), found,

@@ -116,7 +116,7 @@ class TrainedRun:
 
 
 def _rule(config: Any) -> DynamicTable | None:
-    """Return the settings of dynamic tables in the contents of a ``config.json``."""
+    """Return the settings of dynamic tables in `config`, a parsed ``config.json``."""
     dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
     return dynamic.rule(int(config["config"]["seed"])) if dynamic.is_on else None
 

@@ -246,7 +246,7 @@ def test_bad_recipes(change: dict[str, Any], word: str) -> None:
 def test_no_default_options_beside_layouts() -> None:
     layouts = {"name": "own", "layout": [{"name": "a", "column": COLUMNS}]}
     assert recipe_from_dict(layouts).layouts[0].name == "a"
-    with pytest.raises(InvalidInputError, match=r"\['header'\], expected none beside"):
+    with pytest.raises(InvalidInputError, match=r"\['header'\], expected none together with"):
         recipe_from_dict({**layouts, "header": False})
     join = {"file": "items.csv", "key": "id1", "column": COLUMNS[2:]}
     for more in ({}, {"join": [join]}):

@@ -136,8 +136,8 @@ def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.Cap
     stats = str(tmp_path / "stats")
     assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
     assert [x for x in capsys.readouterr().err.splitlines() if "--capacity" in x] == [
-        "warning: --capacity takes row 0 of 'user', which rare and unseen values share, for one "
-        "key: count a folder of --raw-ids"]
+        "warning: --capacity counts row 0 of 'user', which rare and unseen values share, as one "
+        "key: preprocess with --raw-ids to count them"]
     run("preprocess", *words, "--force", "--raw-ids")
     assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
     assert "--capacity" not in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_hashed_columns_and_integers(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "day0", "d0")
-    with pytest.raises(InvalidInputError, match="finished vocabulary has settled"):
+    with pytest.raises(InvalidInputError, match="finished vocabulary determines"):
         PreprocessOptions(vocabulary="d0", min_count=3)
     other = generic_recipe("csv", Choice(["user", "item"]))
     with pytest.raises(InvalidInputError, match="sparse columns"):

@@ -159,7 +159,7 @@ DELTAS = 3  # of a chain
 # Faults after the first delta of a chain: the source of each further delta, by number, and the text
 # with which the server refuses the first wrong one.
 HARMS: dict[str, tuple[dict[int, int], str]] = {
-    "dropped": ({2: 2}, "000001 is missing, 000002 is there"),
+    "dropped": ({2: 2}, "000001 is missing, 000002 exists"),
     "doubled": ({0: 1, 1: 2}, "ranks, number, step"),
     "reordered": ({2: 1, 1: 2}, "ranks, number, step"),
     "damaged": ({1: 1, 2: 2}, "CRC-32"),

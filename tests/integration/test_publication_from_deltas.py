@@ -146,7 +146,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("harm", "words", "taken"), [
-    (lambda run: shutil.rmtree(number(run, 2)), "000002 is missing, 000003 is there", [2, 3]),
+    (lambda run: shutil.rmtree(number(run, 2)), "000002 is missing, 000003 exists", [2, 3]),
     (lambda run: cut(number(run, 1)), "CRC-32|damaged|checksum", [2]),
     (lambda run: (shutil.rmtree(number(run, 3)), shutil.copytree(number(run, 2), number(run, 3))),
      "ranks, number, step", [2, 3, 4]),

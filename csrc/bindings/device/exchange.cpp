@@ -84,7 +84,7 @@ class PartTable {
     const int64_t count = static_cast<int64_t>(words_.size());
     const cudaStream_t stream = stream_of(*tables.like);
     const Tensor parts = tables.empty(count, ScalarType::Long);
-    copy_to_device(parts.data_ptr(), words_, stream, "cannot copy what a message is made of");
+    copy_to_device(parts.data_ptr(), words_, stream, "cannot copy the parts of a message");
     move_parts(tables.context->view,
                {int64_data(parts), count / WireParts::kWidth, num_numbers_}, packs, stream);
   }

@@ -126,7 +126,7 @@ def _alone(args: argparse.Namespace) -> str:
         return as_toml(Topology.from_toml(args.constants))
     if args.quick:
         return as_toml(Topology.this_host(_CALIBRATED))
-    print("  measuring what a rank costs by itself", file=sys.stderr, flush=True)
+    print("  measuring the costs of a single rank", file=sys.stderr, flush=True)
     return as_toml(measure_and_fit(True, _CALIBRATED, [])[0])
 
 

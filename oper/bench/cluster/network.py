@@ -145,7 +145,7 @@ def _run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OperError("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
-                        f"its error message is: {done.stderr.strip()}")
+                        f"resolve its error: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -87,7 +87,7 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
                 code = workers[rank].close()
                 log = logs[rank].read_text(errors="replace")[-3000:]
                 raise OperError("a benchmark process has failed", "rank, exit code", (rank, code),
-                                "a result", f"its log ends:\n{log}") from None
+                                "a result", f"see the end of its log:\n{log}") from None
             if kind == "progress":
                 print(f"  {text}", file=sys.stderr, flush=True)
                 continue

@@ -54,7 +54,7 @@ def _kilobytes(pattern: str, text: str) -> int:
 def peak_rss_mb(pid: int | str = "self") -> float:
     """Peak resident memory of a process so far, in 10^6 bytes (VmHWM of ``/proc/pid/status``).
 
-    `getrusage` does not serve for this, because a child's peak starts at that of its parent.
+    `getrusage` is unsuitable, because a child's peak starts at that of its parent.
     """
     return int(kernel.pairs(f"/proc/{pid}/status")["VmHWM"].split()[0]) * 1024 / 1e6
 

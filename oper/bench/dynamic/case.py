@@ -136,7 +136,8 @@ class DynamicCase(Case):
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
-    """Raw keys int64 [tables, n] for row ids of that shape: hashes of the id and the table."""
+    """Raw keys, int64 [tables, n], of the row ids `ids`, [tables, n]: hashes of the id and the
+    table."""
     table = np.arange(ids.shape[0], dtype=np.uint64)[:, None] << np.uint64(40)
     return mix64(ids.astype(np.uint64) ^ table).view(np.int64)
 

@@ -1,4 +1,5 @@
-"""Random search for the settings of recommenders, with equally many trials for every model."""
+"""Random search for the settings of recommenders, with the same number of trials for every
+model."""
 
 from __future__ import annotations
 

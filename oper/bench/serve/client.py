@@ -158,7 +158,8 @@ class _Line:
 
 
 def _field(head: bytes, name: bytes) -> bytes:
-    """A header's value as `oper.serve.connection` writes it; empty if there is none."""
+    """The value of header `name`, in the form that `oper.serve.connection` writes; empty if
+    missing."""
     return head.partition(b"\r\n" + name + b": ")[2].partition(b"\r\n")[0]
 
 
@@ -285,7 +286,8 @@ class _Sender:
             self._later(line.query, error)
 
     def _later(self, query: _Query, error: Exception | str) -> None:
-        """Schedule a retry of a query, or fail it if `_PATIENCE_S` have passed."""
+        """Schedule a retry of a query, or fail it if it was first sent more than `_PATIENCE_S`
+        ago."""
         query.lost += 1
         now = time.monotonic()
         if now - query.begin > _PATIENCE_S:

@@ -125,7 +125,7 @@ class _Live:
         return phase, int(self.trainer.wait())
 
     def until_served(self, deltas: int) -> None:
-        """Wait until so many deltas are in service, but not longer than `_LATE_S`."""
+        """Wait until the server has published `deltas` deltas, at most `_LATE_S` seconds."""
         _wait(lambda: len(self.host.ask("followed")) >= deltas)
 
     def load(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> _Phase:

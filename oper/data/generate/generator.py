@@ -92,7 +92,7 @@ class TableModel:
     def _with_companions(self, first: np.ndarray, lengths: np.ndarray, key: int) -> np.ndarray:
         """Add the other ids of every bag: hashes of its first id, of their position and of `key`.
 
-        `first`: int64 [B], of which empty bags use none; `lengths`: int64 [B].
+        `first`: int64 [B], unused for empty bags; `lengths`: int64 [B].
         """
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         place = np.arange(starts.size) - starts
@@ -248,7 +248,8 @@ def criteo_1tb() -> tuple[TableModel, ...]:
 
 
 def mlperf_dlrm_v2() -> list[TableModel]:
-    """Model MLPerf's multi-hot data: `criteo_1tb` capped at 40,000,000 rows, with fixed bags."""
+    """Model MLPerf's multi-hot data: `criteo_1tb` capped at 40,000,000 rows, with
+    `TableModel.fixed_bags`."""
     return [replace(t, popularity=_capped(t.popularity, min(published.MLPERF_CAP, distinct)),
                     lengths=_always(length), fixed_bags=True)
             for t, distinct, length in zip(criteo_1tb(), published.CRITEO_1TB_DISTINCT,

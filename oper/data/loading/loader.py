@@ -91,10 +91,10 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     - ``labels`` float32 [B].
 
     **Shares.** The row groups of an epoch, in random order if there is a window, form one sequence
-    of rows, of which each rank takes a contiguous part; parts differ by at most one row. So every
-    row occurs once per epoch, and a rank reads only the row groups of its part, of which it may
-    share the first and the last with its neighbours. With ``share="batches"`` the sequence is cut
-    into global batches of ``batch_size * world_size`` rows instead, and each rank takes its part of
+    of rows. Each rank takes a contiguous part of it; parts differ by at most one row. So every row
+    occurs once per epoch, and a rank reads only the row groups of its part, the first and the last
+    of which it may share with its neighbours. With ``share="batches"`` the sequence is cut into
+    global batches of ``batch_size * world_size`` rows instead, and each rank takes its part of
     every global batch: runs on different numbers of ranks use the same samples in the same steps.
 
     **Number of batches.** Every rank yields ``len(loader)`` batches. The last one may be incomplete

@@ -77,7 +77,7 @@ class PreprocessOptions:
              "below 2^31 and without max_rows"))
         own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
                                   if (v := getattr(self, n))}
-        require(what, "leave them out: the finished vocabulary has settled them",
+        require(what, "leave them out: the finished vocabulary determines them",
                 ("options with a vocabulary", own, self.vocabulary is None or not own,
                  "none of them"))
         given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})

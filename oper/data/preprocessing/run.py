@@ -120,7 +120,7 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, folder: Path,
             raise occupied(name, True)
         _log.info("%s already exists, with the same inputs and settings", name)
         return _with_warnings(found)
-    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
+    _log.info("the output is made in %s (set TMPDIR for another disk), then uploaded to the store",
               folder)
     manifest = _run(job)
     # One upload at a time on this machine: each begins by removing all files at the URL.

@@ -120,7 +120,7 @@ def write_sequences(
             raise InvalidInputError(
                 what, "column", name, f"a sparse column with one id per row, one of {single}",
                 "name one of them" if is_named else "leave it out by naming the columns to keep: "
-                "in a sequence of bags, the ids of one event cannot be told from the next event's")
+                "in a sequence of bags, the ids of one event run into those of the next event")
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))

@@ -60,7 +60,7 @@ class JobSpec:
 
     @property
     def min_count(self) -> int:
-        """Least count of a value with a row of its own; rarer values share row 0."""
+        """Least count of a value with its own row; rarer values share row 0."""
         if self.finished is not None:
             return self.finished.min_count
         return self.options.min_count or self.recipe.min_count

@@ -303,7 +303,7 @@ class PartWriter:
         self._writer, self._part_rows = None, 0
 
     def write(self, table: pa.Table) -> None:
-        """Add rows; complete row groups are written at once."""
+        """Add rows; complete row groups are written immediately."""
         self._pending.append(table)
         self._num_pending += table.num_rows
         self.num_rows += table.num_rows

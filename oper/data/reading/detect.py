@@ -76,7 +76,7 @@ def choose_layout(recipe: Recipe, path: str) -> Layout:
     if found:
         raise InvalidInputError(f"cannot tell the layout of {path!r}", "layout",
                                 [x.name for x in found], "one of them",
-                                "the columns look alike: name it with --layout")
+                                "the columns fit several: choose one with --layout")
     line = first_line(path)
     raise FileFormatError(f"cannot read {path!r} by recipe {recipe.name!r}", "first line",
                           line[:120],

@@ -47,7 +47,7 @@ class PageDropper:
         self._dropped = self._at
         if self._file >= 0:
             with contextlib.suppress(OSError):
-                # From the start each time: pages that were still dirty before can be dropped now.
+                # From the start each time: pages that were dirty until now can be dropped.
                 os.posix_fadvise(self._file, self._start, self._at - self._start,
                                  os.POSIX_FADV_DONTNEED)
 

@@ -103,7 +103,7 @@ class Vocabulary:
     def lookup(self, values: np.ndarray) -> np.ndarray:
         """Look up distinct ascending raw values [K]; returns int32 [K + 1].
 
-        Entry 0 is the id of a missing field, entry k + 1 that of value k (0 = no id of its own).
+        Entry 0 is the id of a missing field, entry k + 1 that of value k (0 = without its own id).
         """
         ids = np.zeros(values.size + 1, np.int32)
         ids[0] = self.facts.missing_id

@@ -241,8 +241,8 @@ class DeltaCheckpoints:
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise OperError(
-                _WHAT, "folder", str(self._folder), "a place that can be written",
-                f"{self._problem}; make room and save a full checkpoint") from self._problem
+                _WHAT, "folder", str(self._folder), "a folder that can be written",
+                f"{self._problem}; free some space and save a full checkpoint") from self._problem
 
     def flush(self) -> None:
         """Wait until all deltas have been written; raises OperError if one could not be written."""

@@ -153,7 +153,7 @@ class Follower:
         beyond = min((n for n in names if n.isdigit() and int(n) > self._next), default="")
         if beyond and f"{self._next:06d}" not in names:
             raise FileFormatError(f"the chain of deltas in {str(folder)!r} is broken", "delta",
-                                  f"{self._next:06d} is missing, {beyond} is there",
+                                  f"{self._next:06d} is missing, {beyond} exists",
                                   "all of them in order", "wait for the next full checkpoint")
 
     def _read(self, delta: Delta) -> Change:

@@ -218,7 +218,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     step = deltas[-1].step if deltas else extra.get("step", 0)
     lost = {r: rest[0].step - rest[0].since for r in rest[0].missing} if rest else {}
     if lost:
-        _log.warning("the rows of ranks %s are newer than the others: what was loaded is inexact; "
+        _log.warning("the rows of ranks %s are newer than the others: the loaded state is inexact; "
                      "steps lost: %s", sorted(rest[0].files), ", ".join(
                          f"{n} of rank {r}" for r, n in sorted(lost.items())))
     return Restored(extra, path, len(deltas), step if type(step) is int else 0, lost)

@@ -141,8 +141,8 @@ class KeyedRows:
             num_embeddings: number of rows of the table, including the default row.
             rule: the table's `oper.DynamicTable`.
             prefix: prefix of the entries' names, including the dot.
-            drop: where a bucket has more keys than rows, drop those with the lowest counts instead
-                of raising an error.
+            drop: if a bucket has more keys than rows, drop those with the lowest counts instead of
+                raising an error.
 
         Returns:
             ``weight`` [num_embeddings, dim], ``keys`` int64 [num_embeddings - 1, 3] (key, count,

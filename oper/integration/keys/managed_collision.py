@@ -1,6 +1,6 @@
 """TorchRec's managed-collision modules, as they are or replaced by dynamic tables.
 
-Such a module learns from ids which of them get rows of their own. On several ranks, every rank here
+Such a module learns from ids which of them get their own rows. On several ranks, every rank here
 learns from the ids of all ranks, concatenated in rank order, and then maps only its own ids. The
 map equals that of a single process that trains on the entire batch.
 

@@ -57,8 +57,7 @@ class HSTUConfig(AttentionConfig):
     """Configuration of HSTU.
 
     Attributes:
-        time_buckets: number of time buckets, of which the last has no upper bound; 0 = times are
-            ignored.
+        time_buckets: number of time buckets; the last has no upper bound; 0 = times are ignored.
         rank_weight: weight of the ranking loss, the binary cross-entropy of each step's reward
             (0..1); 0 = no ranking, and rewards are not part of the input.
     """

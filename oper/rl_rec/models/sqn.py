@@ -20,9 +20,9 @@ are two value heads, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2
 No gradient flows through y_h and the weight; that of L_q also trains the network and item rows.
 
 Differences from the authors' code: two heads of one network that both learn at every step, instead
-of two networks of which one learns; Q uses the rows of the item table, not a separate output layer;
-if `negatives` > 0, maxima are over the drawn items, and n are chosen among these; there is only one
-learning rate.
+of two networks, one of which learns; Q uses the rows of the item table, not a separate output
+layer; if `negatives` > 0, maxima are over the drawn items, and n are chosen among these; there is
+only one learning rate.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Pushed rows add a barrier to a step, for their partial sums; column splits add a
 owners of a row's columns exchange sums of squares. The relaxation does not contain these fixed
 costs. So plans that push nothing, plans that push whole rows and plans that push columns are
 bounded separately, and the barriers are added to each bound. Column splits of tables that are not
-pushed only add cost and need no bound of their own.
+pushed only add cost and need no separate bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may 
 
 
 class Subspace:
-    """A part of the plan space with its bound; every plan lies in some part.
+    """A part of the plan space with its bound; every plan is in some part.
 
     Args:
         problem: the problem restricted to the plans of the part.

@@ -32,7 +32,7 @@ from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 _NARROW = 0.0005  # share of the bound; loads underestimated by less are not branched on
 _FAR = 8.0  # a load is branched on as if its lower limit were at least 1 / _FAR of the largest load
 _CANDIDATES = 3  # loads, and tables, that are tried in strong branching
-_PRICED = 1500  # limits the candidates: one round of all of them prices at most so many tables
+_PRICED = 1500  # limits the candidates: one round of all of them prices at most this many tables
 _ROUND = 20  # cost of a round besides pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on

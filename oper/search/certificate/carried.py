@@ -4,7 +4,7 @@ A bound applies to the plans of one relaxed space of one problem. A plan therefo
 of the problem for which its bound was computed, and its gap is certified only if
 
 * the digest equals that of the problem that the plan is evaluated for,
-* the plan fits, satisfies the constraints and lies in the relaxed space,
+* the plan fits, satisfies the constraints and is in the relaxed space,
 * its hottest rows are those of the statistics, in their order, and
 * the bound is not above the plan's step. This is tested before the bound is limited to the step,
   so that an error of the planner is reported instead of hidden.

@@ -87,7 +87,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
 
     Returns:
         The verdict. It is negative, with the reason in `why`, if the plan was edited, if the proof
-        is incomplete or for another problem, or if the plan lies outside the space of the bound.
+        is incomplete or for another problem, or if the plan is outside the space of the bound.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.

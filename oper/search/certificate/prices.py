@@ -1,4 +1,4 @@
-"""What a proof states of a leaf, and the prices that follow from it."""
+"""The contents of a leaf of a proof, and the prices that follow from them."""
 
 from __future__ import annotations
 

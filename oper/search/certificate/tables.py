@@ -56,7 +56,7 @@ class TableCosts:
             self.blocks[k, :len(t.blocks)] = free_blocks(problem, t)
         most = np.array([most_masters(problem, t, sizes) for t in tables])
         most = most.reshape(-1, 1, sizes.size)
-        #: float64 [T, B, C], share of each block's masters that may all lie in one class.
+        #: float64 [T, B, C], share of each block's masters that may all be in one class.
         self.masters = np.minimum(1.0, most / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
         #: int64 [T], number of first blocks that are single rows.
@@ -422,7 +422,7 @@ class TableCosts:
         gain, share = gain[n, order], share[n, order]
         total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
         least = np.minimum((total + price * self._owners(of, end, most)).min(axis=1), 0.0)
-        # The minimum may lie inside a block, at a mass at which all owners are full.
+        # The minimum may be inside a block, at a mass at which all owners are full.
         for full in (np.floor(end[:, :-1] / most) + 1, _full(end[:, 1:], most)):
             inside = np.clip(most * full, end[:, :-1], end[:, 1:])
             part = (inside - end[:, :-1]) / np.maximum(share, 1e-300)

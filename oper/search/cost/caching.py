@@ -1,4 +1,4 @@
-"""What caches save, within a batch and from one batch to the next.
+"""Savings by caches, within a batch and from one batch to the next.
 
 Within a batch, repeated reads of a row come from cache for the part of the table's working set that
 fits the cache. From batch to batch, the cache keeps what was used within its characteristic time

@@ -1,7 +1,7 @@
 """The space of plans to which a bound applies, and its parts.
 
 The space is part of the statement of the problem: the relaxation bounds its plans, and the checker
-tests whether a plan lies in it. Neither depends on the other.
+tests whether a plan is in it. Neither depends on the other.
 """
 
 from __future__ import annotations

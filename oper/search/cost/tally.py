@@ -158,6 +158,6 @@ def key_rows(t: TableProblem, problem: Problem, counts: np.ndarray | None = None
         out[Row.UPDATE_NS] = (known * costs.key_count_ns
                               + missed * costs.key_insert_ns).sum() / machine.num_near
         # Bytes to each rank of this host, which reads its part of the keys; and, on average, to
-        # each rank of another host, of which one receives them all.
+        # each rank of another host, one of which receives them all.
         out[[Row.GRADS, Row.RETURNED]] = _KEY_BYTES * (known + missed) / machine.num_near
     return out

@@ -1,14 +1,14 @@
 """Plans for a latency bound: replicas and batching that meet it with the least memory.
 
 The queueing model: samples arrive as a Poisson process of the given rate and are split at random
-over the ranks, each of which serves a queue of its own. A rank starts a batch as soon as it is free
-and either `max_batch` samples wait or the oldest has waited `max_wait_ms`. It takes up to
-`max_batch` samples in order, and is busy for the modelled time of a lookup of that many samples
-plus the declared dense compute. This is a queue with Poisson arrivals and bulk service with a
-timer, whose duration is a deterministic function of the batch size (M/D/1 for batches of one). Its
-percentiles have no closed form; they are simulated batch by batch with fixed random numbers. All
-times are modelled; they do not include the operating system, the network or a server. One queue
-shared by all ranks would have a slightly lower latency than the random split.
+over the ranks, each of which serves its own queue. A rank starts a batch as soon as it is free and
+either `max_batch` samples wait or the oldest has waited `max_wait_ms`. It takes up to `max_batch`
+samples in order, and is busy for the modelled time of a lookup of that many samples plus the
+declared dense compute. This is a queue with Poisson arrivals and bulk service with a timer, whose
+duration is a deterministic function of the batch size (M/D/1 for batches of one). Its percentiles
+have no closed form; they are simulated batch by batch with fixed random numbers. All times are
+modelled; they do not include the operating system, the network or a server. One queue shared by all
+ranks would have a slightly lower latency than the random split.
 """
 
 from __future__ import annotations

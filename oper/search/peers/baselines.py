@@ -2,8 +2,8 @@
 
 Each takes the problem and returns a plan, or None if its method finds no placement that fits. None
 uses more of the problem than its publication states; all are scored by `evaluate`. Each uses the
-exchange of its own system: assigned tables and columns are pooled at their owner (`push`); rows of
-caches are read by their reader (`pull`).
+exchange of the system it is from: assigned tables and columns are pooled at their owner (`push`);
+rows of caches are read by their reader (`pull`).
 """
 
 from __future__ import annotations

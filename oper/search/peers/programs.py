@@ -30,7 +30,7 @@ _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
 def _optimize() -> Any:
-    """`scipy.optimize`."""
+    """Import `scipy.optimize`; raises MissingDependencyError."""
     try:
         from scipy import optimize
     except ImportError as error:
@@ -61,7 +61,7 @@ def plan_of_tiers(problem: Problem, tiers: Iterable[tuple[Tier, ...]]) -> Plan:
 def coverage_milp(problem: Problem, seed: int) -> Plan | None:
     """RecShard (Sethi et al. 2022): the hottest rows of every table on one rank, chosen by MILP.
 
-    A binary per table, rank and step of the table's access distribution: rows up to the step lie in
+    A binary per table, rank and step of the table's access distribution: rows up to the step are in
     the rank's fast memory, the others in slow memory. The objective is the largest cost of a rank,
     `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`. There is no slow memory
     here, so the colder rows are striped over all ranks and read across links. Hot rows are pooled

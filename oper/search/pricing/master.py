@@ -32,7 +32,7 @@ _ELASTIC = 1e3  # cost of missing memory, relative to the step of the first conf
 
 @dataclass(eq=False)
 class Pool:
-    """The columns generated so far: configurations of tables, and what they consume.
+    """The columns generated so far: configurations of tables, and their consumption of resources.
 
     Attributes:
         table: index of each configuration's table.

@@ -35,7 +35,7 @@ from oper.ranges import Parsed
 from oper.support.settings import Reader
 from oper.topology import Bytes
 
-EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
+EVERY_TABLE = "*"  # constrains all tables without their own entry
 _WRONG = "invalid constraints"
 _TABLES = Parsed(lambda x: dict(**x), "a section of tables by name")  # each read as an `_Entry`
 

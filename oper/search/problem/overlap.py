@@ -7,12 +7,12 @@ the dense time if both need the same memory bandwidth.
 
 Phases that can overlap in a training step of `oper.shard`'s modules:
 
-* ``update``: reduction and update of rows, and refresh of replicas unless it is a phase of its own
-  (`oper.search.cost.evaluation`), which is never hidden, overlap with the part of the
-  dense backward and optimizer that remains once the gradients of the tables are known;
+* ``update``: reduction and update of rows, and refresh of replicas unless it is a separate phase
+  (`oper.search.cost.evaluation`), which is never hidden, overlap with the part of the dense
+  backward and optimizer that remains once the gradients of the tables are known;
 * ``backward`` and ``forward``: overlap with layers that do not depend on the tables' outputs;
 * ``resolve``: sorting of a rank's own ids, which needs only the next batch's ids and may run ahead
-  during any other work. Declaring it moves this work from ``backward`` to a phase of its own.
+  during any other work. Declaring it moves this work from ``backward`` to a separate phase.
   (Gradients of pushed rows are sorted by their owner in ``update``, with or without it.)
 """
 

@@ -40,7 +40,7 @@ def _imposed(held: TableConstraint, tiers: Iterable[Tier]) -> list[Tier]:
 
 
 def _parts(tier: Tier, ranges: Iterable[tuple[int, int]]) -> list[tuple[Tier, bool]]:
-    """The parts of a tier cut at the ends of row ranges, and whether each part lies inside a
+    """The parts of a tier cut at the ends of row ranges, and whether each part is inside a
     range."""
     cuts = {tier.start, tier.stop, *(e for r in ranges for e in r if tier.start < e < tier.stop)}
     return [(replace(tier, start=a, stop=b), any(low <= a and b <= high for low, high in ranges))

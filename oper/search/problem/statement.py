@@ -388,9 +388,9 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags looked up / bags of all samples, if every sample has equally many bags of each feature.
-    # A batch looks up at least one bag of a feature, even if more samples share that bag than the
-    # batch has.
+    # Bags looked up / bags of all samples, if every sample has the same number of bags of each
+    # feature. A batch looks up at least one bag of a feature, even if more samples share that bag
+    # than the batch has.
     parts = sum(1 / min(shared.get(f, 1.0), batch_size) for f in spec.features)
     share = parts / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:

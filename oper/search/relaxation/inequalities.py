@@ -14,9 +14,9 @@ of the phase. Then T >= y. The owner also reads, as every rank does:
   piece's bytes, every rank reads the same bytes from other hosts, and s_r is equal for all ranks of
   the host: the same inequality holds.
 * A distinguished host (`Relaxation(distinguished=...)`). The ranks of the host (on a single host:
-  memory domain) that owns the piece form a class of their own, so that the solution includes, in
-  every phase, the bytes that they need not read. This is tighter. Hosts must be interchangeable;
-  the host is then the first without loss of generality, for the piece that is largest by one load.
+  memory domain) that owns the piece form a separate class, so that the solution includes, in every
+  phase, the bytes that they need not read. This is tighter. Hosts must be interchangeable; the host
+  is then the first without loss of generality, for the piece that is largest by one load.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Relaxation:
         distinguished: None, or a load (phase, group of terms). Hosts (on a single host: memory
             domains) must be interchangeable; then the owner of the piece with the largest such load
             is on the first one, without loss of generality. The ranks of that host become classes
-            of their own, so that the relaxation represents what that host owns.
+            of their own, so that the relaxation represents the rows that this host owns.
 
     Attributes:
         tables: the free tables (pinned tables are part of `base`).

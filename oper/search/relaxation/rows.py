@@ -7,7 +7,7 @@ The rows are
 * one per phase, class and group of terms that run concurrently, in microseconds; the phase time is
   at least each of its rows;
 * one per class of memory domains, memory used / capacity, at most 1; and the same per class of
-  hosts, if rows may lie in host memory.
+  hosts, if rows may be in host memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ResourceRows:
 
     Args:
         model: the cost model.
-        distinguished: sets of ranks that form classes of their own.
+        distinguished: sets of ranks that form separate classes.
 
     Attributes:
         classes: classes of ranks.
-        uses_host: whether rows may lie in host memory.
+        uses_host: whether rows may be in host memory.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
         unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.

@@ -1,8 +1,8 @@
 """Loads that a unit of each feature of a table's rows puts on the ranks, by class of its owner.
 
-Ranks of a class are alike. A unit's load is therefore given by two parts: the excess of its owner
-over other ranks of the class, and the load of every rank of each class, whoever the owner is. It is
-computed only for ranks whose position relative to the owner differs (domain, host, rack).
+Ranks of a class are interchangeable. A unit's load is therefore given by two parts: the excess of
+its owner over other ranks of the class, and the load of every rank of each class, whoever the owner
+is. It is computed only for ranks whose position relative to the owner differs (domain, host, rack).
 """
 
 from __future__ import annotations

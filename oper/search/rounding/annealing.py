@@ -5,9 +5,9 @@ per piece, and by rows, which costs partial sums. The search (``csrc/search/pack
 layouts of the tables that would give a short step if their pieces could be packed evenly. It moves,
 swaps, shifts, splits, merges and reassigns pieces and exchanges candidates. It evaluates the entire
 step after every move. The relaxation mixes configurations of a table; accordingly, the columns of a
-table have up to two parts, each with a candidate of its own. Pulled rows are divisible: each rank
-of a class owns as many units of them as its remaining load allows. Replicated rows load all ranks
-of a class alike.
+table have up to two parts, each with its own candidate. Pulled rows are divisible: each rank of a
+class owns as many units of them as its remaining load allows. Replicated rows load all ranks of a
+class equally.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Loads:
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         machine = self.model.machine
-        # Host memory is not a group of its own here; its time is added to the rank's own time.
+        # Host memory is not a separate group here; its time is added to the rank's own time.
         self.groups = np.array([n for n, name in enumerate(GROUPS) if name != "host_memory"
                                 and (machine.has_racks or not name.startswith("rack"))])
         self.num_loads = self.num_phases * self.groups.size + 1

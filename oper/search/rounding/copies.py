@@ -104,8 +104,8 @@ def _assigned(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]])
 
 
 def _cut(t: TableProblem, tier: Tier, count: int) -> list[Tier]:
-    """Cut a tier into `count` tiers with about equally many distinct rows per batch; fewer if it
-    has few rows."""
+    """Cut a tier into `count` tiers with about the same number of distinct rows per batch; fewer if
+    it has few rows."""
     inner = t.edges[(t.edges > tier.start) & (t.edges < tier.stop)]
     at = np.concatenate([[tier.start], inner, [tier.stop]])
     touched = t.prefix(at.astype(float))[TOUCHED]

@@ -1,8 +1,8 @@
 """The order of the ranks in every stripe, which decides which rank owns the hottest rows.
 
-A stripe assigns rows to its ranks round-robin, so ranks own equally many rows, but those of the
-first ranks are hotter. With suitable orders, a rank with hotter rows of one table has colder rows
-of others. A rank has a load in every phase and group of cost terms, so ranks cannot simply be
+A stripe assigns rows to its ranks round-robin, so ranks own the same number of rows, but those of
+the first ranks are hotter. With suitable orders, a rank with hotter rows of one table has colder
+rows of others. A rank has a load in every phase and group of cost terms, so ranks cannot simply be
 sorted by one number. Instead, a local search swaps two ranks of a stripe, one of which is the
 busiest of some phase, until no swap makes the step shorter. Owners of the master copies of
 replicated rows, and owners of whole tiers, are chosen in the same way.

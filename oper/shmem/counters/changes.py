@@ -62,7 +62,7 @@ class ChangedRows:
                 "save complete checkpoints instead of deltas")
         self.tables = tables
         self._of = (0, -1)
-        self._token = object()  # as long as it is `ShardedTables.tracker`, the marks are this one's
+        self._token = object()  # while it is `ShardedTables.tracker`, the marks are this object's
         self.restart()
 
     def restart(self) -> None:

@@ -45,7 +45,7 @@ class DeviceCounters:
         copies = [nearest_replica(x.tier, self._rank, local) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
                                     zip(self._ranges, copies, strict=True)])
-        # A rank reads a pushed table of which it owns all rows like a pulled one, as on the host.
+        # A rank that owns all rows of a pushed table reads them like pulled ones, as on the host.
         asks = [any(x.tier.mode == "push" for x in d.tiers) and not (
             all(x.tier.mode == "push" for x in d.tiers) and d.num_slots.sum() == d.num_slots[
                 self._rank]) for d in self._of_key]

@@ -200,8 +200,8 @@ class DeviceExchange(Exchange):
             is_reply: whether these arrays answer the arrays of the last call.
             targets: for each array, addresses at which to store it, in the same form. If 0, sums of
                 squares are stored where kernels read them, and other arrays in new memory at
-                multiples of 16 bytes; kernels are then told where gradients and changed master
-                rows are.
+                multiples of 16 bytes; kernels then get the addresses of gradients and changed
+                master rows.
 
         Returns:
             Addresses of the received arrays, int64 [arrays, W, T]; and the new memory.

@@ -118,7 +118,7 @@ def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> 
     Args:
         tables: the tables of one rank.
         num_rows: number of rows read per repetition; should exceed the caches.
-        repeats: number of repetitions, of which the median is taken.
+        repeats: number of repetitions; the result is their median.
     """
     rank = tables.group.rank
     size, piece, peer = max(((min(int(d.num_slots[rank]), int(d.num_slots[r])), k, r)

@@ -48,8 +48,8 @@ def connect(group: Group) -> dict[int, socket.socket]:
                 "hosts that can reach each other",
                 f"set GLOO_SOCKET_IFNAME to the interface between them ({error})") from error
     for peer in peers.values():
-        # So that peers notice at once when this process ends: a forked child, for example a worker
-        # of a DataLoader, may run on.
+        # So that peers notice immediately when this process ends: a forked child, for example a
+        # worker of a DataLoader, may run on.
         in_child(peer, socket.socket.close)
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -80,7 +80,7 @@ class Turns:
         names = {t.ident: t.name for t in threading.enumerate()}
         raise InvalidInputError(
             "cannot train from two threads at once", "thread", names.get(me, me),
-            f"only {names.get(other, other)!r}, a lookup of which awaits its backward pass",
+            f"only {names.get(other, other)!r}, which has yet to run a lookup's backward pass",
             "with several ranks train from one thread, since all ranks must make the same calls in "
             "the same order, and look up under torch.no_grad() in other threads")
 
@@ -99,7 +99,7 @@ class Turns:
 
     def _release(self) -> None:
         """Release the locks that other threads held at a fork: a forked child lacks these threads.
-        A turn of the thread that has forked goes on in the child, too."""
+        A turn of the thread that has forked continues in the child."""
         lock: Any = self.lock
         resolving: Any = self.resolving
         if not lock._is_owned():

@@ -22,8 +22,8 @@ from oper.shmem.protocol import Tables
 # Columns of KeyPart in csrc/host/keys/tables.h.
 _TABLE, _BEGIN, _END, _MISSED, _COUNTED, _, _WIDTH = range(7)
 
-# What a lookup in host memory has found, in three tensors: counts, int64 [N], lookups of each key
-# that has a row, as the kernels take it; int64 [M], the keys without a row, in the order of the
+# The result of finding keys in host memory, in three tensors: counts, int64 [N], lookups of each
+# key that has a row, as the kernels take it; int64 [M], the keys without a row, in the order of the
 # parts; and the parts, int64 [P, 6], one line per dynamic table: its number, begin and end of its
 # ids, its number of keys without a row, and two values for the kernels about the counts.
 Seen = tuple[torch.Tensor, ...]

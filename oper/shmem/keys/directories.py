@@ -274,7 +274,7 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def flush(self) -> None:
-        """Make written records visible to lookups; in host memory they are at once."""
+        """Make written records visible to lookups; in host memory they already are."""
 
     def _records(self, writes: bool = False, own: bool = False) -> int:
         """Return the handle by which operators read or write records in host memory; with `own`,

@@ -20,8 +20,8 @@ class DynamicTable:
     """A table whose ids are raw keys, any int64, instead of row numbers.
 
     The module's ``num_embeddings`` is then the number of rows. Row 0 is the default row of all keys
-    that have no row of their own. Keys get and lose rows only in updates of the table (backward
-    passes); ages of keys are measured in updates.
+    without their own row. Keys get and lose rows only in updates of the table (backward passes);
+    ages of keys are measured in updates.
 
     Attributes:
         admit_after: number of occurrences, over all ranks, after which a key gets a row; 1 = at

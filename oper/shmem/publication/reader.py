@@ -124,7 +124,7 @@ class PublishedTables(BufferRows):
     def lookup_shared_interaction(
             self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
             shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Perform `lookup_interaction` for samples of which several share the features of a user.
+        """Perform `lookup_interaction` for samples, several of which share the features of a user.
 
         The products are bitwise those of `lookup_interaction`; products between shared features are
         computed and returned once per user.

@@ -27,7 +27,8 @@ def add_up(tables: Any, counterparts: Counterparts, group: int, bits: int,
         counterparts: the connections to the other groups.
         group: the number of this rank's group.
         bits: bits per number of a gradient in messages.
-        exchange: sends numbers, equally many on all counterparts, and returns those of every group.
+        exchange: sends numbers, the same count on all counterparts, and returns those of every
+        group.
     """
     pairs = [(d, *torch.ops.oper.context_kept(tables.handle, t, pushed))
              for t, d in enumerate(tables.directories) for pushed in (False, True)]

@@ -46,7 +46,7 @@ def check_counts(own: Any) -> None:
 
     Raises:
         OperError: a batch has left out a collection, and the group has counted an update of another
-            one for a refused batch, of which no synchronization has told whether it was right.
+            one for a refused batch, which no synchronization has confirmed yet.
     """
     family = [t for t in _family(own) if t.is_trained()]
     if len({t.replicas.counted for t in family}) > 1:
@@ -59,4 +59,4 @@ def check_counts(own: Any) -> None:
             {", ".join(list(t.specs)[:8]): t.replicas.counted for t in family},
             "the same, from batches that train all collections",
             "restart the job from its last checkpoint; to make later refusals harmless, look up "
-            "every collection in every batch, if need be with empty bags")
+            "every collection in every batch, with empty bags if necessary")

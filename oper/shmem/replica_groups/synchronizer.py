@@ -8,7 +8,7 @@
   counterparts average the rows that have changed since the last synchronization, and the optimizer
   states of these rows. With ``delay > 0`` the rows are sent while the next `delay` updates are made
   (overlapped local SGD). After these updates, a row becomes average + (row - row that was sent), so
-  that the group keeps what it has learnt meanwhile. The number of updates is fixed, so that results
+  that the group keeps its updates of the meantime. The number of updates is fixed, so that results
   do not depend on timing.
 
 With fewer than 32 bits per number, sums of gradients are rounded as other gradients (see
@@ -395,8 +395,9 @@ class Synchronizer:
             view.index_copy_(0, at, means.to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-        """Divide the slots of each directory into equally many parts, such that the rows and states
-        of one part of every directory take about `CHUNK_BYTES` in all; yields these parts."""
+        """Divide the slots of each directory into the same number of parts, such that the rows and
+        states of one part of every directory take about `CHUNK_BYTES` in all; yields these
+        parts."""
         total = sum(x.size * sum(v.shape[1] * v.element_size()
                                  for v in self.tables.views(k).values())
                     for k, x in enumerate(slots))
@@ -473,7 +474,7 @@ class Synchronizer:
     # ---- exchanges -------------------------------------------------------------------------------
 
     def _exchange_numbers(self, purpose: int, numbers: list[int]) -> list[list[int]]:
-        """Exchange `numbers`, equally many on all counterparts, and return those of every group.
+        """Exchange `numbers`, the same count on all counterparts, and return those of every group.
 
         Raises:
             PeerLostError: a counterpart's group has refused the batch of this update.

@@ -21,7 +21,8 @@ def equalize_groups(of: Any, exchange: Callable[[list[int]], list[list[int]]],
 
     Args:
         of: this rank's `Synchronizer`.
-        exchange: sends numbers, equally many on all counterparts, and returns those of every group.
+        exchange: sends numbers, the same count on all counterparts, and returns those of every
+        group.
         refresh: called on all ranks of a group, once, if rows of one of them were replaced.
 
     Raises:

@@ -138,7 +138,7 @@ def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
               ) -> torch.Tensor:
     """Compute the log density of the composite prior at `z` [B, d], separately for every element.
 
-    The result is [B, d]: as in the authors' code, every column has a mixture of its own.
+    The result is [B, d]: as in the authors' code, every column has its own mixture.
     """
     zero = torch.zeros_like(z)
     parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
