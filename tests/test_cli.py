@@ -60,7 +60,7 @@ def test_verbs_on_data_start_without_torchrec(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", cli.COMMANDS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(cli.COMMANDS[verb][0])
     assert callable(getattr(module, f"run_{verb}"))
     with pytest.raises(SystemExit) as end:
@@ -213,27 +213,28 @@ def test_a_warning_of_ours_is_one_line_without_code() -> None:
     assert others == "elsewhere.py:1: UserWarning: not ours"
 
 
-def test_debugging_shows_where(verb: Callable[[Callable[[], int]], None],
-                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oper_debug_raises_the_error(verb: Callable[[Callable[[], int]], None],
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_DEBUG", "1")
     verb(raising(InvalidInputError("ids are wrong")))
     with pytest.raises(InvalidInputError, match="ids are wrong"):
         cli.main(["try"])
 
 
-def test_a_bug_is_not_dressed_up(verb: Callable[[Callable[[], int]], None]) -> None:
+def test_a_bug_keeps_its_traceback(verb: Callable[[Callable[[], int]], None]) -> None:
     verb(raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["try"])
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
-def test_the_verb_decides_its_code(verb: Callable[[Callable[[], int]], None], code: int) -> None:
+def test_a_command_chooses_its_exit_code(verb: Callable[[Callable[[], int]], None], code: int
+                                         ) -> None:
     verb(lambda: code)
     assert cli.main(["try"]) == code
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback() -> None:
     code = ("import sys, types\nfrom oper import cli\n"
             "m = types.ModuleType('many')\nm.configure_many = lambda p: None\n"
             "m.run_many = lambda a: [print('x' * 100) for _ in range(100_000)] and 0\n"
@@ -268,7 +269,7 @@ def test_a_closed_stderr_leaves_stdout_to_results() -> None:
 
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
     "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
-def test_names_that_are_no_text_are_shown_by_their_bytes(locale: dict[str, str]) -> None:
+def test_names_that_are_not_utf8_are_printed_as_bytes(locale: dict[str, str]) -> None:
     """Not by Python's surrogates, from which the name of the file cannot be determined."""
     done = subprocess.run([sys.executable, "-m", "oper", "explain", b"/no/\xff.json"], cwd=ROOT,
                           capture_output=True, check=False, env={**os.environ, **locale})
@@ -400,7 +401,8 @@ def test_every_variable_has_its_cases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [(n, t) for n, texts in WRONG.items() for t in texts])
-def test_nonsense_is_refused_by_name(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variables_are_refused_by_name(name: str, text: str, monkeypatch: pytest.MonkeyPatch
+                                               ) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(InvalidInputError, match=f"cannot go: environment variable {name}="):
         setting(name, "cannot go")
@@ -421,7 +423,7 @@ def test_valid_values_of_variables_are_accepted(name: str, text: str,
     assert list(problems()) == []
 
 
-def test_nothing_begins_with_nonsense() -> None:
+def test_nothing_starts_with_an_invalid_variable() -> None:
     """Neither a command, even if it does not use the variable, nor `oper.shard` on one rank."""
     name, text = "OPER_DEADLINE_S", "abc"
     done = forked.run("-m", "oper", "explain", "nothing.json", env={name: text})
@@ -439,7 +441,7 @@ def test_nothing_begins_with_nonsense() -> None:
     assert started.returncode == 0, started.stderr
 
 
-def test_doctor_calls_nonsense_a_problem() -> None:
+def test_doctor_reports_invalid_variables() -> None:
     done = forked.run("-m", "oper", "doctor", env={
         "OPER_CPU_KERNELS": "sse", "OPER_DEADLINE_S": "abc", "MAX_JOBS": "all"})
     assert done.returncode == 1
@@ -452,7 +454,7 @@ def test_doctor_calls_nonsense_a_problem() -> None:
     assert "make setup" not in missing, "the libraries are not to blame"
 
 
-def test_kernels_that_are_not_in_use_are_told() -> None:
+def test_kernels_that_are_not_in_use_are_reported() -> None:
     """If the processor lacks them, or if the variable was set too late."""
     program = ("import os, torch\nfrom oper.shmem import library\nlibrary.register()\n"
                "used = torch.ops.oper.kernel_name()\n"
@@ -466,7 +468,7 @@ def test_kernels_that_are_not_in_use_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["MAX_JOBS", "OPER_CUDA", "OPER_CUDA_ARCHS"])
-def test_the_build_refuses_nonsense(name: str) -> None:
+def test_the_build_refuses_invalid_variables(name: str) -> None:
     done = subprocess.run([sys.executable, "setup.py", "-q", "--version"], cwd=ROOT, text=True,
                           capture_output=True, check=False,
                           env={**os.environ, name: WRONG[name][0]})

@@ -284,7 +284,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted([*there, *GENERATE["GENERATED"], *GENERATE["COPIED"].values()])
 
 
-def test_generated_pages_have_all_there_is() -> None:
+def test_generated_pages_are_complete() -> None:
     pages = dict(GENERATE["pages"]())
     for verb in cli.COMMANDS:
         assert f"\n## oper {verb}\n" in pages["reference/cli.md"]

@@ -29,7 +29,7 @@ ARRAYS = {
 }
 
 
-def test_past_the_cache_the_file_is_the_same(path: Path, tmp_path: Path) -> None:
+def test_files_kept_out_of_the_cache_are_the_same(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "y.npz"
     write_arrays(other, KIND, 2, ARRAYS, {"name": "ünïcode", "list": [1, None]}, uncached=True)
     (mine, meta), (cached, expected) = (read_arrays(p, KIND, 2) for p in (other, path))
@@ -169,7 +169,7 @@ def npy_that_claims(shape: str, dtype: str = "<i8") -> bytes:
     ({"arrays": {"ids": ["<u2", [10**30]]}}, "regenerate it"),
     ({"arrays": {"lost": ["<u2", [300]]}}, "expected a member 'lost.npy'"),
 ])
-def test_a_header_that_lies_is_refused(path: Path, header: dict[str, Any], words: str) -> None:
+def test_a_false_header_is_refused(path: Path, header: dict[str, Any], words: str) -> None:
     rewrite(path, header)
     with pytest.raises(FileFormatError, match=words.replace("|", "[|]")):
         read_arrays(path, KIND, 2)
@@ -180,7 +180,7 @@ def test_a_header_that_lies_is_refused(path: Path, header: dict[str, Any], words
     npy(np.arange(299, dtype=np.uint16)), npy(np.asfortranarray(np.zeros((2, 150), np.uint16))),
     npy(ARRAYS["ids"]) + b"more",
 ])
-def test_a_member_that_lies_is_refused(path: Path, member: bytes) -> None:
+def test_a_member_with_false_sizes_is_refused(path: Path, member: bytes) -> None:
     rewrite(path, members={"ids.npy": member})
     with pytest.raises(FileFormatError, match="regenerate it"):
         read_arrays(path, KIND, 2)
@@ -212,7 +212,7 @@ def test_compressed_members_are_refused(path: Path) -> None:
         read_arrays(path, KIND, 2)
 
 
-def test_a_directory_that_promises_too_much_is_refused(path: Path) -> None:
+def test_a_directory_with_too_large_sizes_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     entry = whole.rindex(b"PK\x01\x02", 0, whole.rindex(b"PK\x05\x06"))
     damaged = bytearray(whole)
@@ -224,13 +224,13 @@ def test_a_directory_that_promises_too_much_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"hello", b'{"kind": "oper-test"}',
                                      bytes(5000)])
-def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign").write_bytes(content)
     with pytest.raises(FileFormatError, match="truncated, damaged or of another kind"):
         read_arrays(tmp_path / "foreign", KIND, 2)
 
 
-def test_a_foreign_archive_is_refused(tmp_path: Path) -> None:
+def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "plain.npz", ids=np.arange(3))
     with pytest.raises(FileFormatError, match=r"expected a member 'header\.json'"):
         read_arrays(tmp_path / "plain.npz", KIND, 2)

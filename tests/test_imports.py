@@ -189,7 +189,7 @@ def internal_imports(module: str, source: str) -> set[str]:
     return found & set(MODULES) - {module, "oper"}
 
 
-def test_no_module_comes_to_import_itself() -> None:
+def test_no_module_imports_itself_through_others() -> None:
     """Imports in functions and for type checkers count; none is excluded. A CycleError names the
     modules of a cycle."""
     imports = {m: internal_imports(m, p.read_text()) for m, p in MODULES.items()}

@@ -157,7 +157,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
-def test_a_plan_file_says_split_broadcast_or_partial() -> None:
+def test_tiers_have_their_split_broadcast_partial_notation() -> None:
     value = json.loads(mixed_plan().to_text())
     assert [x["sbp"] for x in value["tables"][0]["pieces"][0]["tiers"]] == ["B", "S", "P"]
 
@@ -171,7 +171,7 @@ def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe", b"PK\x03\x04", b"[" * 100_000])
-def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(FileFormatError, match="truncated, damaged or of another kind"):
         Plan.load(tmp_path / "plan.json")
@@ -229,7 +229,7 @@ def test_a_column_split_table_has_no_single_tier_list() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_a_weighted_deal_is_exact_even_and_begins_in_order(weights: list[int]) -> None:
+def test_a_weighted_stripe_is_exact_even_and_begins_in_order(weights: list[int]) -> None:
     ranks = tuple(range(len(weights)))
     pattern = Tier(0, 1, "striped", ranks, tuple(weights)).pattern()
     total = sum(weights)
@@ -256,8 +256,9 @@ def test_uniform_plans_are_valid_for_their_tables(rows: list[int], world_size: i
         assert max(load) - min(load) <= max(t.num_bytes for t in tables)
 
 
-def test_explain_asks_for_what_a_plan_by_hand_does_not_state(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_needs_the_batch_size_that_a_plan_does_not_state(tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]
+                                                                 ) -> None:
     """An unstated batch size is not invented; notes that are no sets of names raise one error."""
     def edit(value: dict[str, Any]) -> None:
         value.update(step_us=0, lower_bound_us=0, batch_size=0)
@@ -333,7 +334,7 @@ def test_no_row_takes_more_bytes_than_in_float32() -> None:
     assert [number_bytes(4, w) for w in (1, 2, 3, 4, 64)] == [4, 8, 10, 10, 40]
 
 
-def test_rows_of_other_types_travel_as_they_are() -> None:
+def test_rows_of_other_types_are_sent_unchanged() -> None:
     bits = MessageBits(8, 8)
     assert bits.row_bytes(TableSpec("t", 9, 64), 64) == 72
     assert bits.row_bytes(TableSpec("t", 9, 64), 16) == 24
@@ -421,7 +422,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert topology.racks == (Rack((0, 2), 12.5), Rack((1,), 25))
 
 
-def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> None:
+def test_links_are_not_shared_unless_the_file_states_it(tmp_path: Path) -> None:
     """Older files: every rank has its own link, and all pairs of hosts are equally fast."""
     start, stop = FILE.index("[[rack]]"), FILE.index("[costs]")
     text = FILE[:start].replace("hosts_share_links = true\n", "") + FILE[stop:]
@@ -462,7 +463,7 @@ def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> No
     ('name = "two-hosts"', f"name = 0x{'f' * 6000}", "name=a number of more than 4300 digits"),
     ("[costs]", "[costs", "expected TOML"),
 ])
-def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_errors_name_the_invalid_field(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in FILE
     kind = FileFormatError if words == "expected TOML" else InvalidInputError
     with pytest.raises(kind, match=words):

@@ -85,7 +85,7 @@ def test_distance_of_cut_tails() -> None:
 # ---- the decision --------------------------------------------------------------------------------
 
 
-def test_without_drift_nothing_pays(old_plan: Plan) -> None:
+def test_without_drift_no_new_plan_pays(old_plan: Plan) -> None:
     found = oper.replan(old_plan, stats(0), TOPOLOGY, old_stats=stats(0))
     assert max(found.distance.values()) == pytest.approx(0.0, abs=1e-12)
     assert found.moved_bytes == 0
@@ -304,7 +304,7 @@ def _moves_when_it_has_paid(rank: int, world_size: int) -> dict[str, Any]:
             "events": len(run.watch.events)}
 
 
-def test_tables_move_when_the_old_plan_has_cost_what_the_move_costs() -> None:
+def test_tables_move_once_the_time_lost_equals_the_cost_of_the_move() -> None:
     for found in run_world(2, _moves_when_it_has_paid):
         assert found["first"] == [] and found["changed"]
         # The first slow window triggers a measurement: its 4 steps took 80 ms longer than usual,
@@ -342,7 +342,7 @@ def _other_programs(rank: int, world_size: int) -> dict[str, Any]:
     return {"kinds": [e.kind for e in first + second], "asked": run.asked}
 
 
-def test_steps_that_links_do_not_explain_move_nothing() -> None:
+def test_slow_steps_on_unchanged_links_move_nothing() -> None:
     for found in run_world(2, _other_programs):
         assert found == {"kinds": ["same links"] * 2, "asked": 2}
 
@@ -388,7 +388,7 @@ def _fails(rank: int, world_size: int, case: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("case, word", [
     ("options", "no_such_option"), ("links", "measured links"), ("differ", "same links")])
-def test_all_ranks_learn_of_an_error_of_one(case: str, word: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(case: str, word: str) -> None:
     for text, left in run_world(2, _fails, case, env={"OPER_DEADLINE_S": "20"}):
         assert word in text and left == 0
 
@@ -440,7 +440,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     return [*messages, str(raised.value)]
 
 
-def test_what_cannot_be_watched_is_refused() -> None:
+def test_models_that_cannot_be_watched_are_refused() -> None:
     for found in run_world(2, _refused):
         for message, word in zip(found, ("hosts", "ranks", "batch_size"), strict=True):
             assert word in message

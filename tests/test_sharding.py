@@ -150,7 +150,7 @@ def test_shared_parameters_are_refused_by_both_names() -> None:
         oper.shard(nn.ModuleDict({"a": shared, "b": shared}), optimizer=SGD)
 
 
-def test_a_tie_elsewhere_in_the_model_is_none_of_our_business() -> None:
+def test_shared_parameters_other_than_tables_are_allowed() -> None:
     model = nn.ModuleDict({"table": bag(), "x": nn.Linear(3, 3), "y": nn.Linear(3, 3)})
     model["y"].weight = model["x"].weight
     oper.shard(model, plan=plan(("table", 20, 4)), optimizer=SGD)
@@ -264,7 +264,7 @@ def test_a_model_is_sharded_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyP
     oper.shard(model, plan=plan(*MODEL_PLAN), optimizer=SGD)
 
 
-def test_a_second_time_is_refused_by_name() -> None:
+def test_sharding_again_is_refused_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"))
     oper.shard(model, optimizer=oper.SGD(lr=0.1))
     with pytest.raises(oper.InvalidInputError, match="not sharded yet"):
@@ -321,6 +321,6 @@ def test_a_topology_by_name() -> None:
     sharded(torch.tensor([[1, 2]])).sum().backward()
 
 
-def test_names_are_no_tables() -> None:
+def test_names_instead_of_tables_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"table='users'.*an oper.TableSpec"):
         oper.make_plan(["users"], None, oper.Topology.of_domains([0]), batch_size=8)

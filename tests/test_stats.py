@@ -201,7 +201,7 @@ def saved(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return read_arrays(path, STATS_KIND, STATS_VERSION)
 
 
-def test_numbers_are_stored_narrow(tmp_path: Path) -> None:
+def test_numbers_are_stored_in_the_narrowest_type(tmp_path: Path) -> None:
     arrays, _ = saved(tmp_path / "x")
     assert arrays["0.head_ids"].dtype == np.uint8
 
@@ -234,7 +234,7 @@ def test_statistics_of_another_table_are_refused(tmp_path: Path) -> None:
         table_stats_for(stats, "t", 6)
 
 
-def test_a_repr_is_a_line_of_figures() -> None:
+def test_a_repr_is_one_line_of_figures() -> None:
     """The text in notebooks and errors has no arrays."""
     table = TableStats(1000, np.arange(300), np.arange(300, 0, -1), np.array([0]), np.array([700]),
                        np.array([3]), np.array([15_050]))

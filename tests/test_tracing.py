@@ -196,7 +196,7 @@ def test_several_collections_on_one_line(tmp_path: Path) -> None:
         Counter((c, step, name) for c in "ab" for step in (12, 13) for name in PHASES))
 
 
-def test_ids_that_are_resolved_ahead_stand_on_a_line_of_their_thread(tmp_path: Path) -> None:
+def test_ids_resolved_ahead_have_a_line_for_their_thread(tmp_path: Path) -> None:
     model: Any = oper.shard(make_collection(), optimizer=oper.SGD(lr=0.1))
     found: list[Any] = []
 
@@ -280,7 +280,8 @@ def test_an_error_in_the_block(tmp_path: Path) -> None:
     assert model.a.tables.take_spans() == ([], 0)
 
 
-def test_bars_that_there_is_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_beyond_the_limit_are_dropped_and_counted(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oper.tracing, "_SPANS", 10)
     model = two_bags()
     with (pytest.warns(UserWarning, match="has gaps: bars left out=16"),
@@ -290,7 +291,7 @@ def test_bars_that_there_is_no_room_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(bars) == 20 and trace["otherData"]["lost_spans"] == 2 * 3 * len(PHASES) - 20
 
 
-def test_the_kernels_keep_no_more_than_they_are_told(tmp_path: Path) -> None:
+def test_kernels_keep_at_most_the_requested_spans(tmp_path: Path) -> None:
     model = two_bags()
     model.a.tables.trace_phases(4)
     train(model, 1)
@@ -300,12 +301,12 @@ def test_the_kernels_keep_no_more_than_they_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9), 5])
-def test_steps_that_cannot_be(steps: Any, tmp_path: Path) -> None:
+def test_invalid_ranges_of_steps_are_refused(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="first <= last"):
         oper.trace(two_bags(), tmp_path / "t.json", steps)
 
 
-def test_what_cannot_be_traced(tmp_path: Path) -> None:
+def test_models_and_files_that_cannot_be_traced_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(InvalidInputError, match=r"oper\.shard"):
         oper.trace(TwoBags(), path)
@@ -387,7 +388,7 @@ def test_hosts_are_processes_and_their_uncertainty_is_stated(
     assert abs(trace["otherData"]["clock_ahead_us"][1]) <= some
 
 
-def test_a_trace_that_is_over_does_not_begin_again(tmp_path: Path) -> None:
+def test_a_finished_trace_does_not_start_again(tmp_path: Path) -> None:
     bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
     traced = oper.trace(bag, tmp_path / "trace.json")
     with traced:

@@ -85,7 +85,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_source_distribution_is_all_that_tests_and_readers_need(sdist: Path) -> None:
+def test_the_source_distribution_has_all_files_for_tests_and_documents(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True,
@@ -128,7 +128,7 @@ def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> 
     assert run(python, "-c", SMOKE, cwd=tmp_path).strip() == "same numbers"
 
 
-def test_a_build_without_torch_says_what_to_do() -> None:
+def test_a_build_without_torch_names_the_remedy() -> None:
     code = f"{NO_TORCH}\nimport runpy\nsys.argv[1:] = ['dist_info']\nrunpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=False)

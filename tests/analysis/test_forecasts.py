@@ -164,7 +164,7 @@ def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
     assert static.merge(one).default_share == 0.5 and static.merge(static).default_share is None
 
 
-def test_an_endless_half_life_is_none() -> None:
+def test_an_infinite_half_life_equals_none() -> None:
     """An infinite half-life once made the forecast NaN."""
     keys = counted(log_of(50, size=100))
     for eviction in ("lfu", "distance_lfu"):

@@ -172,7 +172,7 @@ def test_quality_with_fewer_bits() -> None:
 
 @emulated
 @pytest.mark.slow
-def test_what_overlap_allows() -> None:
+def test_the_limit_of_overlap() -> None:
     # The link takes longer than the computation even on a busy machine, but not so much longer that
     # what it cannot hide would be within the error of its measured rate.
     found, = _run(Overlap("overlap", Links(2, 200), CASE.work, num_batches=8, num_stats_batches=8))
@@ -215,7 +215,7 @@ def test_irregular_clusters_and_inference() -> None:
 
 @emulated
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left(number: signal.Signals) -> None:
+def test_no_namespace_is_left(number: signal.Signals) -> None:
     busy = subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE, text=True,
                             cwd=ROOT, stderr=subprocess.DEVNULL,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -258,7 +258,7 @@ def _open(name: str, runtime: str, error: Exception) -> str:
     return case._Runner(CASE, lambda text: None)._open(contender, None)
 
 
-def test_who_is_refused_is_left_out_and_who_breaks_is_not() -> None:
+def test_refused_contenders_are_left_out_and_bugs_are_raised() -> None:
     refused = InvalidInputError("no", "x", 1, "2", "none")
     assert _open("peer", "oper", refused).startswith("InvalidInputError: no")
     assert "no memory" in _open("torchrec-any", "torchrec", PlannerError("no memory"))
@@ -268,7 +268,7 @@ def test_who_is_refused_is_left_out_and_who_breaks_is_not() -> None:
             _open(name, runtime, error)
 
 
-def test_a_slow_first_step_is_not_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case.dist, "barrier", lambda: None)
     runner, taken = case._Runner(CASE, lambda text: None), dict[str, list[float]]()
     runner.given = [None]
@@ -299,7 +299,7 @@ def test_placements_are_distinguished() -> None:
     assert some[0].key != some[1].key == some[2].key
 
 
-def test_totals_count_what_the_model_models() -> None:
+def test_totals_count_predicted_contenders_only() -> None:
     def contender(runtime: str, executed: float, predicted: float | None) -> dict[str, Any]:
         return {"runtime": runtime, "executed_ms": executed, "predicted_ms": predicted}
 

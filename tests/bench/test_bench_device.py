@@ -81,7 +81,7 @@ def test_floors_count_every_byte_once() -> None:
     assert found["step"] == found["forward"] + found["update"]
 
 
-def test_cases_have_names_of_their_own() -> None:
+def test_cases_have_different_names() -> None:
     for prefix in ("lookup", "train"):
         names = [c.name for c in device.cases(False, prefix)]
         assert len(names) == len(set(names)) == (10 if prefix == "lookup" else 9)

@@ -85,7 +85,7 @@ def test_growth_is_measured_and_verified(entries: dict[str, Entry]) -> None:
         ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
 
 
-def test_growing_tables_are_set_beside_the_bare_machine(entries: dict[str, Entry]) -> None:
+def test_growing_tables_are_compared_with_bare_loops(entries: dict[str, Entry]) -> None:
     entry = entries["scale-rows-small"]
     assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
@@ -187,7 +187,7 @@ def test_quality_on_a_log_that_drifts() -> None:
 
 
 @pytest.mark.parametrize("rule", drift.RULES)
-def test_a_directory_costs_what_it_takes(rule: str) -> None:
+def test_the_bytes_of_a_directory_are_those_it_takes(rule: str) -> None:
     """`directory_bytes` equals the memory of a table's directory."""
     bag = oper.shard(torch.nn.EmbeddingBag(1001, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
                      dynamic=drift.RULES[rule])
@@ -196,7 +196,7 @@ def test_a_directory_costs_what_it_takes(rule: str) -> None:
     assert of(1001) - plain(1001) == bag.tables.keys.num_bytes > 1000 * 17 - 1
 
 
-def test_the_first_day_alone_is_known() -> None:
+def test_the_vocabulary_is_that_of_the_first_day() -> None:
     known = drift._hottest(np.array([5, -3, 5, 9]), 2)
     assert known.tolist() == [-3, 5]
     assert drift._number(known, np.array([5, 9, -3, -4])).tolist() == [2, 0, 1, 0]

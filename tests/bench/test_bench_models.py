@@ -39,7 +39,7 @@ def test_users_of_hstu_have_as_many_items_as_those_of_movielens() -> None:
     assert lengths.max() == 201 and len(set(lengths)) > 8 and lengths.min() < 60
 
 
-def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
+def test_tables_alone_get_batches_without_cached_results() -> None:
     """Results that a KJT caches on first use must not speed up later calls. All tables are updated,
     also those whose optimizers run after the backward pass."""
     task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=2).config())
@@ -137,7 +137,7 @@ def test_users_follow_their_graph() -> None:
         assert not (measured & ~expected).any()
 
 
-def test_counts_find_what_shares_invent() -> None:
+def test_labels_of_counts_give_fewer_false_edges_than_shares() -> None:
     independent, sparse = measured([
         Case(name, edges, num_concepts=5, num_graphs=3, num_users=1500)
         for name, edges in (("independent", 0.0), ("sparse", 3.0))])

@@ -75,7 +75,7 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
     assert figures["least_ratio_vs_torchrec"] is None
 
 
-def test_totals_are_apart_by_constants_and_objective() -> None:
+def test_totals_are_separate_by_constants_and_objective() -> None:
     def entry(name: str, gap: float | None, ratio: float | None, **more: float) -> dict:
         return {"name": name, "gap": gap, "proved_gap": 0.01, "seconds": 2.0,
                 "ratio_vs_torchrec": ratio, "certificate_checked": gap is not None,
@@ -197,7 +197,7 @@ def test_a_planner_that_does_not_return_is_ended(stated: Problem) -> None:
     assert planner._child is None
 
 
-def test_a_planner_that_dies_is_no_more_than_one_without_plans(stated, monkeypatch) -> None:
+def test_a_planner_that_dies_counts_as_one_without_plans(stated, monkeypatch) -> None:
     monkeypatch.setattr(plan_peer, "_serve", helpers.dies)
     with closing(TorchRecPlanner(30.0)) as planner:
         for _ in range(2):

@@ -53,7 +53,7 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
 
 
-def test_kept_runs_alone(tmp_path: Path) -> None:
+def test_stored_runs_are_reported_without_training(tmp_path: Path) -> None:
     """``--seeds 0`` reports stored runs and trains nothing."""
     write_log(tmp_path)
     for seeds, cases in (("2", "*/last-two/popularity"), ("1", "*/time/popularity")):
@@ -67,7 +67,7 @@ def test_kept_runs_alone(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no saved runs" in done.stderr
 
 
-def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
+def test_runs_on_another_log_are_not_used(tmp_path: Path) -> None:
     """Not even if the numbers of users, items and interactions are equal."""
     entries = []
     for forwards in (True, False):
@@ -78,7 +78,7 @@ def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
     assert entries[0]["metrics"] != entries[1]["metrics"]
 
 
-def test_runs_of_other_sources_are_not_taken() -> None:
+def test_runs_of_other_sources_are_not_used() -> None:
     """The digest covers all modules on which a model's result depends, and no other model's."""
     every = {"evaluate", "harness", "metrics", "registry", "batches", "base"}
     for model, own in {
@@ -97,7 +97,7 @@ def test_runs_of_other_sources_are_not_taken() -> None:
         assert {path.stem for path in recommenders.training_sources(model)} == every | own
 
 
-def test_protocols_stand_beside_each_other_and_the_graph_in_the_record(tmp_path: Path) -> None:
+def test_a_record_has_several_protocols_and_the_graph(tmp_path: Path) -> None:
     write_log(tmp_path)
     entries, printed = run(tmp_path, "movietweetings/*/cadvae")
     assert [e["name"] for e in entries] == [f"movietweetings/{p}/cadvae"
@@ -212,7 +212,7 @@ def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -
     assert done.returncode == 1 and "no saved runs" in done.stderr
 
 
-def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a trial, with the same result as a search without interruption."""
     write_log(tmp_path)
     monkeypatch.setenv("OPER_DATA", str(tmp_path))

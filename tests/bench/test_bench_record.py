@@ -148,7 +148,7 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
         _run(monkeypatch, ["train", "--cases", "nope"], True)
 
 
-def test_a_helper_process_obeys_and_its_errors_are_raised() -> None:
+def test_a_child_executes_commands_and_its_errors_are_raised() -> None:
     child = Child(helpers.doubles, (), "the helper")
     assert child.ask("double", 4) == 8
     with pytest.raises(OperError, match="unsupported operand"):

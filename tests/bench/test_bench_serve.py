@@ -77,7 +77,7 @@ def searched(run: Callable[[float, int], loadgen.Result], start: float, votes: i
 
 @pytest.mark.parametrize("votes", [2, 3])
 @pytest.mark.parametrize("offset", range(5))
-def test_disturbances_decide_nothing(votes: int, offset: int) -> None:
+def test_disturbances_do_not_change_the_result(votes: int, offset: int) -> None:
     """Every fifth run is disturbed at any rate, which does not change the result."""
     count = iter(range(offset, 1000))
     found = searched(lambda rate, _: result(next(count) % 5 > 0 and rate <= 100.0, rate), 60.0,
@@ -101,7 +101,7 @@ def answering(pairs: list[tuple[int, int]]) -> None:
     threading.Timer(0.001, loadgen.complete, ([k for k, _ in pairs],)).start()
 
 
-def test_loadgen_says_what_it_saw() -> None:
+def test_results_of_loadgen() -> None:
     found = loadgen.run(loadgen.Settings("Server", 200, 0.5, num_samples=4), answering)
     assert 100 < found.rate < 300
     assert 1.0 < found.latency_ms["p50"] <= found.latency_ms["p99"] <= found.latency_ms["p99.9"]
@@ -117,7 +117,7 @@ def test_loadgen_says_what_it_saw() -> None:
     assert not loadgen.Settings("Server", 1, 600).to_json()["shortened"]
 
 
-def test_an_error_while_issuing_comes_out() -> None:
+def test_an_error_while_issuing_is_raised() -> None:
     def broken(pairs: list[tuple[int, int]]) -> None:
         raise ValueError("no worker")
 
@@ -125,7 +125,7 @@ def test_an_error_while_issuing_comes_out() -> None:
         loadgen.run(loadgen.Settings("SingleStream", 100, 0.1), broken)
 
 
-def test_other_text_is_no_summary() -> None:
+def test_other_text_is_not_a_summary() -> None:
     with pytest.raises(OperError, match="LoadGen's summary"):
         loadgen.parse("Result is : VALID")
 
@@ -133,7 +133,7 @@ def test_other_text_is_no_summary() -> None:
 # ---- what is read off ----------------------------------------------------------------------------
 
 
-def test_pss_counts_what_is_resident() -> None:
+def test_pss_counts_resident_memory() -> None:
     before = pss_bytes(os.getpid(), "oper-pss-test")
     number = os.memfd_create("oper-pss-test")
     try:
@@ -213,7 +213,7 @@ def test_publications_under_load() -> None:
     assert entry["requests_during_swaps"] > 0
 
 
-def test_http_is_measured_beside_the_same_in_process() -> None:
+def test_http_is_compared_with_scoring_in_process() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     votes=1, search_s=2.0, bound_ms=1e-3)
     entry = verified(case)
@@ -245,7 +245,7 @@ def test_candidates_are_named_once_and_in_full() -> None:
     assert min(r["requests"] for r in entry["runs"]) >= 64
 
 
-def test_types_by_hotness_beside_int8_rows() -> None:
+def test_types_by_hotness_are_compared_with_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
     case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
                      error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
@@ -366,7 +366,7 @@ def test_the_report_reads_a_record(file: str) -> None:
         assert entry["name"] in text
 
 
-def test_forwards_are_measured_and_verified_beside_torchrecs_plans() -> None:
+def test_forwards_are_measured_verified_and_compared_with_torchrecs_plans() -> None:
 
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
     case = LookupCase("forward-small", work, torchrec=True, num_batches=4, num_stats_batches=4,

@@ -144,8 +144,9 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
 
 @pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size", "100000"],
                                    ["--check", "{}"], ["-o", "{}"], ["-o", "{}/a.json/b"]])
-def test_what_cannot_be_measured_or_written_fails_first(words: list[str], tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_measurements_and_outputs_fail_before_work(words: list[str], tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch
+                                                              ) -> None:
     monkeypatch.setattr(calibrate, "measure_and_fit", lambda *_: pytest.fail("measured"))
     (tmp_path / "a.json").touch()
     words = ["-o", str(tmp_path / "out.toml"), *(w.format(tmp_path) for w in words)]
@@ -154,7 +155,7 @@ def test_what_cannot_be_measured_or_written_fails_first(words: list[str], tmp_pa
     assert error.value.args == (2,) or "cannot write the result" in str(error.value)
 
 
-def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:
+def test_exchanges_between_hosts_are_charged(tmp_path: Path) -> None:
     """The costs of an exchange are measured between real processes and read back from the file."""
     network = measure_network(2)
     assert 1.0 < network["phase_us"] < 1e6
@@ -169,7 +170,7 @@ def test_bytes_to_several_ranks_wait_for_no_acknowledgement() -> None:
     assert measure_network(4)["ns_per_byte"] < 10
 
 
-def test_a_rank_alone_is_measured() -> None:
+def test_a_single_rank_is_measured() -> None:
     assert Gather(1 << 20).measure(lambda text: None)["read_gbps"] > 0
 
 
@@ -206,7 +207,7 @@ def test_options_of_one_host_are_refused_under_torchrun(words: list[str], tmp_pa
         run_command("calibrate", "-o", str(tmp_path / "out.toml"), *words)
 
 
-def test_no_more_cache_is_counted_on_than_the_cores_have_and_the_machine_reports() -> None:
+def test_the_cache_is_limited_by_the_cores_and_by_the_reported_size() -> None:
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     found = last_level_cache_bytes()
     assert 0 < found <= cores * (4 << 20)

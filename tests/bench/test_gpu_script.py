@@ -30,9 +30,10 @@ def call(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(gpu.main())
 
 
-def test_a_call_survives_its_parts_and_the_next_goes_on(
-        gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_survives_failing_parts_and_the_next_one_continues(gpu: Any, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch,
+                                                                  capsys: pytest.CaptureFixture[str]
+                                                                  ) -> None:
     entry = {"verified": True, "forward_fraction_of_floor": 0.7, "ratio_forward_fbgemm": 1.4}
     found = tmp_path / "work" / "case.json"
     runs = tmp_path / "runs"
@@ -70,8 +71,8 @@ def test_a_call_survives_its_parts_and_the_next_goes_on(
     assert "left for the next call" in capsys.readouterr().out
 
 
-def test_the_first_parts_are_the_most_telling(
-        gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_parts_are_the_most_informative(gpu: Any, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """The build and tests of exactness, pipeline, processes and graphs precede all timings."""
     assert call(gpu, monkeypatch, "--out", "unused", "--list") == 0
     names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]

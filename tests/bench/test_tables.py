@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import tables
 
 
-def test_pages_say_what_the_records_say() -> None:
+def test_pages_equal_the_records() -> None:
     marked = [name for page in tables.PAGES
               for name in re.findall(r"<!-- records: ([\w-]+) -->", page.read_text())]
     assert sorted(marked) == sorted(tables.TABLES)

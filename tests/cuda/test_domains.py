@@ -23,7 +23,8 @@ HEADER_BYTES = 1024  # of a phase of few tables
 
 
 @pytest.mark.parametrize("bits", [32, 16, (32, 16), (16, 32)], ids=str)
-def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any) -> None:
+def test_sent_bytes_equal_those_of_the_host_back_end(emulation: pytest.MonkeyPatch, bits: Any
+                                                     ) -> None:
     """Compares all bytes of pulled tiers, and those of the forward pass of pushed ones."""
     case = small_case("sgd")
     steps = rs.make_steps(case, 4, 2)
@@ -74,8 +75,8 @@ class _Liar:
 
 @pytest.mark.parametrize("wrong, problem", [
     (1, "has sent invalid data"), (2, "row number from another memory domain is invalid")])
-def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
-                                          wrong: int, problem: str) -> None:
+def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_device: None,
+                                              wrong: int, problem: str) -> None:
     """Invalid counts are refused before memory is allocated, slots before rows are read."""
     case = small_case("sgd")
     plan = rs.plans_for(case.tables, 2)["striped"]
@@ -144,7 +145,7 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
     rs.assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
 
 
-def test_at_once_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch) -> None:
+def test_moves_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch) -> None:
     case = small_case("rowwise_adagrad")
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
     steps = rs.make_steps(case, 2, 4)
@@ -162,7 +163,7 @@ def test_at_once_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatc
     rs.assert_bitwise(vars(host), vars(device), "result")
 
 
-def test_a_move_is_given_up(emulation: pytest.MonkeyPatch, on_device: None) -> None:
+def test_a_move_is_cancelled(emulation: pytest.MonkeyPatch, on_device: None) -> None:
     case = small_case("sgd")
     plans = rs.plans_for(case.tables, 2)
     steps = rs.make_steps(case, 2, 2)

@@ -130,8 +130,8 @@ def test_rows_fetched_once_give_the_hosts_bits(
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rows_fetched_once_beside_push_and_columns(
-        emulation: pytest.MonkeyPatch, dtype: str, seed: int) -> None:
+def test_rows_fetched_once_with_push_and_columns(emulation: pytest.MonkeyPatch, dtype: str,
+                                                 seed: int) -> None:
     plain = rs.dlrm_case("rowwise_adagrad")
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
     staging = _Staging(emulation)

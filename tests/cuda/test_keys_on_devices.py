@@ -204,7 +204,7 @@ def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, dtype: str) -> None:
                     {"one": DynamicTable(init_bound=bound)}, at, 2, SGD(lr=0.0), case)
 
 
-def test_frozen_tables_and_passes_held_back(emulation: pytest.MonkeyPatch) -> None:
+def test_frozen_tables_and_accumulated_passes(emulation: pytest.MonkeyPatch) -> None:
     """A frozen table's directory stays; the keys of passes that are held back are counted once."""
     def between(tables: Any, step: int) -> None:
         own = getattr(tables, "_tables", tables)

@@ -158,7 +158,7 @@ def test_threads_read_every_group_once(folder: Path, share: str, interleave: int
         assert len(groups_read) == len(set(groups_read)) > 4
 
 
-def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> None:
+def test_batches_of_windows_alternate(folder: Path, table: dict[str, list[Any]]) -> None:
     """Interleaved windows have the same rows as others; surplus windows are not interleaved."""
     plain, turns = (list(Loader(folder, "train", LoaderOptions(16, 80, seed=1, interleave=n)))
                     for n in (1, 2))
@@ -214,7 +214,7 @@ def test_features_share_one_values_tensor(folder: Path) -> None:
     assert at == base.numel() == base.untyped_storage().nbytes() // 8
 
 
-def test_batches_are_the_consumers_own(folder: Path) -> None:
+def test_batches_may_be_overwritten(folder: Path) -> None:
     loader = Loader(folder, "train", LoaderOptions(32))
     untouched = [everything(b) for b in loader]
     found = []
@@ -393,7 +393,7 @@ def test_equal_bags_once_with_inverse_indices(folder: Path, table: dict[str, lis
     assert fewer > 100
 
 
-def test_batches_without_equal_bags_say_so(folder: Path) -> None:
+def test_batches_without_equal_bags_are_recognised(folder: Path) -> None:
     for batch in Loader(folder, "train", LoaderOptions(1, 128, deduplicate=("user", "history"))):
         _, inverse = batch.sparse_features.inverse_indices()
         assert are_own_rows(inverse) and inverse.tolist() == [[0]] * 4

@@ -34,7 +34,7 @@ def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: 
         assert [everything(b) for b in data] == [everything(b) for b in plain]
 
 
-def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_read_separate_windows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker reads only its windows if `interleave` is a multiple of the number of workers."""
     read: list[int] = []
     genuine = WindowReader.read
@@ -83,7 +83,7 @@ def test_resuming_with_other_workers(folder: Path, workers: int, done: int) -> N
     assert [everything(b) for b in data] == [everything(b) for b in loader]
 
 
-def test_a_state_counts_what_was_given_not_what_was_read(folder: Path) -> None:
+def test_a_state_counts_returned_batches_only(folder: Path) -> None:
     loader = Loader(folder, "train", LoaderOptions(32, 64, prefetch=3))
     whole = [everything(b) for b in loader]
     assert loader.state_dict()["batch"] == len(whole)

@@ -259,8 +259,8 @@ def test_damaged_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     assert sum(counts) == ROUNDS, "an error names its file"
 
 
-def test_work_that_was_begun_with_a_damaged_note_is_an_error(
-        tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_work_with_a_damaged_note_is_an_error(tmp_path: Path, invent: Any, write: Any,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     log = str(write(tmp_path / "train.txt", invent(60)))
     with monkeypatch.context() as patch:
         patch.setattr("oper.data.preprocessing.run.Job.manifest", lambda *_: 1 / 0)
@@ -310,7 +310,9 @@ CASES: dict[str, tuple[str, Recipe, str]] = {  # first field of many rows, recip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_records_tell(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_the_first_records_are_reported_before_work(tmp_path: Path, case: str,
+                                                              monkeypatch: pytest.MonkeyPatch
+                                                              ) -> None:
     value, recipe, todo = CASES[case]
     header = "x,a,y\n" if recipe.layouts[0].header else ""
     (tmp_path / "log.csv").write_text(header + f"{value},7,1\n" * 200_000)
@@ -323,7 +325,7 @@ def test_the_first_records_tell(tmp_path: Path, case: str, monkeypatch: pytest.M
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
 
-def test_malformed_rows_that_are_allowed_for_are_no_reason(tmp_path: Path) -> None:
+def test_allowed_malformed_rows_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("y,a\n" + "x,1\n" * 300 + "1,1\n" * 50_000)
     recipe = generic_recipe("csv", Choice(["a"], "y"))
     manifest = preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "out",
@@ -393,7 +395,8 @@ def test_a_column_that_no_file_can_be_named_after(tmp_path: Path) -> None:
     ("int", "9223372036854775808", "id:uint64"), ("int", "18446744073709551616", "id:string"),
     ("int", "+7", "id:integral"), ("int", "1_000", "id:string"), ("uint64", "-1", "id:int"),
     ("hex32", "7", "id:int"), ("int", "7.0", "id:integral")])
-def test_advice_would_help(tmp_path: Path, parse: str, value: str, advice: str) -> None:
+def test_the_remedy_named_by_the_error_helps(tmp_path: Path, parse: str, value: str, advice: str
+                                             ) -> None:
     path = tmp_path / "log.csv"
     path.write_text(f"id\n{value}\n{value}\n")
     with pytest.raises(FileFormatError, match=f"pass --sparse {advice}, or"):

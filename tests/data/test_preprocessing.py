@@ -168,9 +168,10 @@ def test_shares_are_of_records_however_many_lines_they_take(tmp_path: Path, unit
         assert manifest["inputs"][0]["rows"] == 2000
 
 
-def test_output_is_whole_or_absent_and_never_somebody_elses(
-    tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_complete_or_absent_and_other_folders_are_kept(tmp_path: Path, invent: Any,
+                                                                 write: Any,
+                                                                 monkeypatch: pytest.MonkeyPatch
+                                                                 ) -> None:
     path = str(write(tmp_path / "train.txt", invent(60)))
     out = tmp_path / "out"
     out.mkdir()

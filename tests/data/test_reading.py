@@ -170,7 +170,7 @@ def test_header_and_byte_order_mark_are_left_out(tmp_path: Path) -> None:
         b"1,2\n3,4\n")
 
 
-def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+def test_damaged_files_and_files_of_another_kind(tmp_path: Path) -> None:
     packed = gzip.compress(b"1\t2\n" * 5000)
     damaged = packed[:40] + b"xx" + packed[42:]
     cases = {"cut.gz": (packed[:-20], "gzip"), "bad.gz": (damaged, "gzip"),
@@ -243,7 +243,7 @@ def test_bad_recipes(change: dict[str, Any], word: str) -> None:
         recipe_from_dict({"name": "own", "column": COLUMNS, **change})
 
 
-def test_no_default_options_beside_layouts() -> None:
+def test_options_are_refused_together_with_layouts() -> None:
     layouts = {"name": "own", "layout": [{"name": "a", "column": COLUMNS}]}
     assert recipe_from_dict(layouts).layouts[0].name == "a"
     with pytest.raises(InvalidInputError, match=r"\['header'\], expected none together with"):
@@ -283,8 +283,7 @@ _KIND_OF = {**dict.fromkeys(("threshold", "number", "among", "binary"), "label")
 
 @given(st.data(), st.sampled_from(sorted(_FIELDS)), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_no_text_crashes_or_is_taken_for_what_it_is_not(data: Any, parse: str, quoted: bool
-                                                        ) -> None:
+def test_no_text_crashes_or_is_misread(data: Any, parse: str, quoted: bool) -> None:
     """Fuzz test: a field is reported as malformed if and only if it is not valid in its column."""
     kind = _KIND_OF.get(parse, "sparse")
     columns = [{"name": "x", "kind": kind, "parse": parse, "missing": ["NA"] if kind == "sparse"

@@ -176,7 +176,7 @@ def test_movielens_forms_are_distinguished(tmp_path: Path, line: bytes, item: in
     assert columns["item"] == [item]
 
 
-def test_amazon_is_asked_not_guessed(tmp_path: Path) -> None:
+def test_the_amazon_layout_must_be_requested(tmp_path: Path) -> None:
     line = {"ratings.csv": b"AKM1MP6P0OYPR,0132793040,5.0,1365811200\n"}
     with pytest.raises(InvalidInputError, match="--layout"):
         read(tmp_path, "amazon", line)
@@ -245,7 +245,7 @@ def test_malformed_rows_of_arrays_are_named(tmp_path: Path) -> None:
         preprocess(load_recipe("criteo-1tb"), log, tmp_path / "no", replace(ONE_ID_EACH, max_bad=3))
 
 
-def test_csv_of_ones_own(tmp_path: Path) -> None:
+def test_the_recipe_csv(tmp_path: Path) -> None:
     recipe = generic_recipe("csv", Choice(["user", "tags:|"], "y", ["price"], "ts"))
     text = b"ts,user,tags,price,y,other\n100,u1,a|b,1.5,1,\n160,u2,,,0,\"x, y\"\n220,u1,b,2,1,z\n"
     manifest, columns = read(tmp_path, recipe, {"log.csv": text})
@@ -303,7 +303,7 @@ def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", [
     pa.array([1, 2], pa.timestamp("us")), pa.array([{"a": 1}] * 2), pa.array([[[1]]] * 2)])
-def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
+def test_unsupported_types_of_ids_are_refused(tmp_path: Path, column: pa.Array) -> None:
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"y": [0, 1], "id": column}), path)
     with pytest.raises(InvalidInputError, match="type of the id column 'id'"):
@@ -311,7 +311,7 @@ def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
+def test_a_column_without_values_in_one_file(tmp_path: Path, raw: bool) -> None:
     """In a file without a value, the column has Arrow's null type."""
     columns = {"0": ([None] * 4, [[], None] * 2), "1": ([5, 6, 5, None], [[1], [2]] * 2)}
     for name, (ids, tags) in columns.items():

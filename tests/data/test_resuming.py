@@ -115,9 +115,8 @@ preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessO
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_another_job_is_kept_out_while_a_run_lives(
-    tmp_path: Path, log: str, killed: bool
-) -> None:
+def test_another_job_is_refused_while_a_run_is_active(tmp_path: Path, log: str, killed: bool
+                                                      ) -> None:
     other = replace(SMALL, min_count=5)
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", other if killed else SMALL)
     target = tmp_path / "job" / "out"
@@ -194,9 +193,8 @@ def test_a_resumed_run_reads_no_unit_twice(
     assert again == list(range(5, 5 + len(again))) and again
 
 
-def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_page_cache(
+        tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from oper.data.reading import pagecache
 
     options = replace(SMALL, unit_bytes=80_000)

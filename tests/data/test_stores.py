@@ -87,7 +87,7 @@ def test_pipes(local: Path, through: str) -> None:
     assert not [p for p in local.iterdir() if "pipe-" in p.name]
 
 
-def test_a_bucket_and_back(local: Path, bucket: str) -> None:
+def test_a_bucket_is_read_and_written(local: Path, bucket: str) -> None:
     store.upload(local, bucket.format("logs"), [])
     for out in ("out", "out/"):  # the second time it is there already
         manifest = preprocess(CRITEO, [bucket.format("logs/train.txt")], bucket.format(out))
@@ -108,8 +108,8 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
             preprocess(CRITEO, [bucket.format(name)], local / "x")
 
 
-def test_what_is_in_a_store_is_known_before_work(local: Path, monkeypatch: pytest.MonkeyPatch
-                                                 ) -> None:
+def test_files_in_a_store_are_checked_before_work(local: Path, monkeypatch: pytest.MonkeyPatch
+                                                  ) -> None:
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     first = preprocess(CRITEO, [log], out)
     assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
@@ -158,7 +158,7 @@ def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: P
     assert not [p for p in scratch.rglob("*") if p.is_file()]
 
 
-def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
+def test_a_store_that_does_not_answer_fails_soon() -> None:
     def limit(url: str) -> float:
         options = store.filesystem(url)[0].__reduce__()[1][0]
         return float(options["retry_time_limit"].total_seconds())
@@ -222,7 +222,7 @@ def test_partitioned_folders_and_filters(partitions: Path) -> None:
 @pytest.mark.parametrize("filter, match", [
     ("nothing == 3", "cannot filter"), ("price == dear", "cannot filter"),
     ("price", "COLUMN OP VALUE")])
-def test_filters_that_make_no_sense(partitions: Path, filter: str, match: str) -> None:
+def test_invalid_filters_are_refused(partitions: Path, filter: str, match: str) -> None:
     with pytest.raises(InvalidInputError, match=match):
         preprocess(generic_recipe("parquet", Choice(["user"], filter=[filter])),
                    [str(partitions / "clicks")], partitions / "out")

@@ -86,7 +86,7 @@ def test_a_log_has_the_format_and_can_be_learnt(tmp_path: Path) -> None:
     assert any(line.split("\t")[2].startswith("-") for line in lines)
 
 
-def test_the_hot_set_drifts_only_when_asked(tmp_path: Path) -> None:
+def test_the_hot_set_drifts_only_on_request(tmp_path: Path) -> None:
     drifts = []
     for drift in (0.0, 0.3):
         log = SyntheticLog(num_rows=30_000, drift=drift)

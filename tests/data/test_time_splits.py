@@ -252,8 +252,8 @@ def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> Non
                           for n in ("user", old.time)), strict=True)) == last
 
 
-def test_events_of_rare_users_are_not_held_together(events: Path, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_rare_users_are_not_in_memory_together(events: Path, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare users share an id, so all their events would be in one temporary file."""
     monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", 100)
     made = sequences._Sequences(Folder.open(events), "user", ("item",), None, 1)
@@ -297,14 +297,14 @@ def test_a_full_disk_is_named(events: Path, tmp_path: Path) -> None:
     ({"by": "user", "columns": ["n"]}, "'n'"),
     ({"by": "user", "columns": ["item"], "max_length": 0}, "max_length"),
     ({"by": "user", "columns": ["item"], "min_length": 0}, "min_length")])
-def test_what_makes_no_sense(events: Path, tmp_path: Path, options: dict[str, Any], match: str
-                             ) -> None:
+def test_invalid_arguments_are_refused(events: Path, tmp_path: Path, options: dict[str, Any],
+                                       match: str) -> None:
     with pytest.raises(InvalidInputError, match=match):
         write_sequences(events, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_verb(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     assert run("sequences", str(events), "--by", "user", "--columns", "item,kind", "-o", out) == 0
     text = capsys.readouterr().out

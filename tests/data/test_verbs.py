@@ -143,7 +143,7 @@ def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.Cap
     assert "--capacity" not in capsys.readouterr().err
 
 
-def test_urls_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log.csv").write_text("id\n1\n2\n")
     spec = tmp_path / "w.toml"
@@ -173,8 +173,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_the_columns_of_files_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                          ) -> None:
+def test_a_dry_run_describes_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                         ) -> None:
     path = tmp_path / "log.csv.gz"
     path.write_bytes(gzip.compress(CSV.encode()))
     before = sorted(tmp_path.iterdir())
@@ -194,7 +194,8 @@ def test_the_columns_of_files_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_problems_and_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_and_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                            ) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
     found = told(capsys, "csv", str(path), "--sparse", "user")

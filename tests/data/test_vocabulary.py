@@ -95,13 +95,13 @@ def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
     assert parquet_bytes(tmp_path / "d1") == parquet_bytes(tmp_path / "d1w")
 
 
-def test_the_day_of_the_vocabulary_comes_out_the_same(days: Days, tmp_path: Path) -> None:
+def test_the_day_of_the_vocabulary_has_the_same_output(days: Days, tmp_path: Path) -> None:
     make(tmp_path, "day0", "d0")
     make(tmp_path, "day0", "same", vocabulary=tmp_path / "d0")
     assert parquet_bytes(tmp_path / "d0").items() <= parquet_bytes(tmp_path / "same").items()
 
 
-def test_extended_behind_the_old_rows(days: Days, tmp_path: Path) -> None:
+def test_new_rows_follow_the_old_ones(days: Days, tmp_path: Path) -> None:
     make(tmp_path, "day0", "d0")
     for day in ("day1", "day2"):
         make(tmp_path, day, day, vocabulary=tmp_path / "d0")
@@ -147,7 +147,7 @@ def test_a_missing_field_that_comes_later(tmp_path: Path) -> None:
     assert encoded(tmp_path / "C", "n") == [1, 3] * 9
 
 
-def test_texts_that_are_no_utf8_keep_their_rows(tmp_path: Path) -> None:
+def test_strings_that_are_not_utf8_keep_their_rows(tmp_path: Path) -> None:
     recipe = generic_recipe("csv", Choice(["n"]))
     (tmp_path / "a.csv").write_bytes(b"n\n" + b"\xff\n\\xff\nab\n" * 5)
     for name, options in (("A", {}), ("B", {"vocabulary": tmp_path / "A"})):
@@ -177,8 +177,8 @@ def test_hashed_columns_and_integers(tmp_path: Path) -> None:
                    PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
 
 
-def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_vocabularies_and_folders_are_refused(days: Days, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "day0", "d0")
     with pytest.raises(InvalidInputError, match="finished vocabulary determines"):
         PreprocessOptions(vocabulary="d0", min_count=3)
@@ -483,7 +483,7 @@ def test_a_column_without_a_value(tmp_path: Path) -> None:
     assert encoded(tmp_path / "out", "id") == [MISSING] * 4
 
 
-def test_who_needs_row_numbers_says_so(tmp_path: Path) -> None:
+def test_commands_that_need_row_numbers_refuse_raw_ids(tmp_path: Path) -> None:
     make_raw(tmp_path, "out")
     folder = tmp_path / "out"
     for use in (lambda: Folder.open(folder), lambda: load_interactions(folder),

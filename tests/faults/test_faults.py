@@ -76,7 +76,7 @@ def test_all_ranks_are_killed() -> None:
         assert leftovers(running.pids) == []
 
 
-def test_leftovers_can_be_seen() -> None:
+def test_leftovers_are_detected() -> None:
     """Tests the check itself: it must find a process, a name and a socket."""
     name = Path("/dev/shm") / f"test-{os.getpid()}"  # not a name that concurrent tests look for
     with socket.socket(socket.AF_UNIX) as server:
@@ -125,7 +125,7 @@ def test_limits_of_memory_by_both_versions_of_control_groups(
         {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit})
 
 
-def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
+def test_violated_guarantees_are_detected(tmp_path: Path) -> None:
     """A fault that never happens, and a survivor whose error names no peer."""
     never = Injection("kill", "update", 2, 0, 10**6, 0)
     outcome = injection.inject(never)
@@ -142,7 +142,7 @@ def test_connections_between_domains(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", files.WRITES)
-def test_there_is_no_room(what: str, tmp_path: Path) -> None:
+def test_the_disk_is_full(what: str, tmp_path: Path) -> None:
     check(files.full_disk(what, random.Random(1), tmp_path, False))
 
 
@@ -159,8 +159,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Sample]
 
 @pytest.mark.parametrize("kind", files.KINDS)
 @pytest.mark.parametrize("how", files.DAMAGES)
-def test_a_file_is_not_what_it_was(kind: str, how: str, samples: dict[str, files.Sample],
-                                   tmp_path: Path) -> None:
+def test_a_file_is_damaged_or_replaced(kind: str, how: str, samples: dict[str, files.Sample],
+                                       tmp_path: Path) -> None:
     rng = random.Random(f"{kind} {how}")
     for _ in range(20):
         check(files.damaged_file(samples[kind], how, rng, tmp_path))
@@ -325,7 +325,7 @@ def _publication() -> tuple[str, Plan]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_read_what_is_published() -> None:
+def test_another_user_cannot_read_a_publication() -> None:
     name, plan = _publication()
     publisher = Publisher(name, plan, {})
     try:
@@ -341,7 +341,7 @@ def test_another_user_cannot_read_what_is_published() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_what_another_user_publishes_is_not_read() -> None:
+def test_a_publication_of_another_user_is_not_read() -> None:
     """A process of another user that has taken the name of this user's publication is not trusted.
     """
     name, plan = _publication()

@@ -35,7 +35,7 @@ def _clean() -> object:
 @pytest.mark.parametrize("name", sorted(TARGETS))
 @settings(max_examples=40, deadline=None)
 @given(data=st.binary(max_size=300))
-def test_bytes_from_nowhere(name: str, data: bytes) -> None:
+def test_random_bytes(name: str, data: bytes) -> None:
     one(name, data)
 
 
@@ -149,14 +149,14 @@ CHANGED: list[tuple[str, Callable[[], bytes]]] = [
 
 
 @pytest.mark.parametrize("name, make", CHANGED)
-def test_what_changed_values_found(name: str, make: Callable[[], bytes]) -> None:
+def test_defects_found_by_changed_values(name: str, make: Callable[[], bytes]) -> None:
     """These inputs once raised errors other than OperError."""
     assert make() != seeds(name)[0]
     assert not one(name, make())
 
 
 @pytest.mark.parametrize("name, data", CASES)
-def test_what_fuzzing_found(name: str, data: bytes) -> None:
+def test_defects_found_by_fuzzing(name: str, data: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     one(name, data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"

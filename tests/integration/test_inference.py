@@ -169,7 +169,7 @@ def test_only_plain_dlrms_are_fused(name, batch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "file", "nested", "distributed", "sharded", "oper"])
-def test_weights_come_from_anywhere(kind: str, served, batch, tmp_path: Path) -> None:
+def test_weights_come_from_every_kind_of_source(kind: str, served, batch, tmp_path: Path) -> None:
     publication, attached = served
     new = model(seed=4)
     expected = new(*batch)
@@ -263,7 +263,8 @@ def test_a_collection_alone(name: str, batch) -> None:
         attached.close()
 
 
-def test_what_is_refused(served, name: str, batch, tmp_path: Path) -> None:
+def test_invalid_weights_and_publications_are_refused(served, name: str, batch, tmp_path: Path
+                                                      ) -> None:
     publication, attached = served
     wrong = dict(model().state_dict())
     wrong[next(k for k in wrong if "t1" in k)] = torch.zeros(5, 16)

@@ -238,8 +238,8 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
     assert not list(follower.changes())  # said once
 
 
-def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., oper.Publication]
-                                           ) -> None:
+def test_deltas_that_do_not_fit_change_nothing(runs: Path, publish: Callable[..., oper.Publication]
+                                               ) -> None:
     served = publish(runs / "run", "int8")
     before = bits(served)
     change = next(Follower(lambda: runs / "run").changes())

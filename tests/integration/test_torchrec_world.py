@@ -318,7 +318,7 @@ def _sharded(model: Model) -> list[Any]:
 
 
 @pytest.mark.parametrize("move_to", ["striped", "replicated"])
-def test_training_goes_on_bitwise(move_to: str) -> None:
+def test_training_continues_bitwise(move_to: str) -> None:
     for got, want in zip(run_world(2, _trained, move_to), run_world(2, _trained, None),
                          strict=True):
         assert_bitwise(got, want, f"moved to {move_to}")

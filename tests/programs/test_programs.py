@@ -91,7 +91,7 @@ def test_processes_that_end_are_a_finding_and_are_replaced() -> None:
         worker.close()
 
 
-def test_programs_print_as_what_makes_them_again() -> None:
+def test_a_printed_program_can_be_run_again() -> None:
     for seed in range(20):
         for world_size in (1, 2):
             program = draw_program(seed, world_size)

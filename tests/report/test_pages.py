@@ -381,7 +381,7 @@ def test_what_if_reports_infeasibility(files, capsys) -> None:
     assert "infeasible" in capsys.readouterr().out
 
 
-def test_changes_scale_what_they_name() -> None:
+def test_changes_scale_the_quantity_that_they_name() -> None:
     base = replace(topology(), source="measured")
     made, batch = changed_problem(base, 1000, [parse_change(x) for x in (
         "memory=+10%", "read=x2", "cross=-50%", "batch=+5%")])

@@ -264,7 +264,7 @@ MODELS = {
 
 @pytest.mark.parametrize("sampled", [0, 25])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_learn_whom_a_user_resembles(name: str, sampled: int) -> None:
+def test_models_learn_which_users_are_similar(name: str, sampled: int) -> None:
     """With two kinds of users and items, a new user gets items of the same kind."""
     torch.manual_seed(0)
     model: Recommender = MODELS[name]()

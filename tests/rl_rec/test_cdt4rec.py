@@ -52,7 +52,7 @@ def with_change(batch: Sequences, name: str, at: int, value: float) -> Sequences
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 @pytest.mark.parametrize("name, value", [("items", 3), ("rewards", 7.0), ("returns", 9.0)])
-def test_the_future_changes_nothing_before_it(backbone: str, name: str, value: float) -> None:
+def test_outputs_do_not_depend_on_the_future(backbone: str, name: str, value: float) -> None:
     """Outputs are bitwise equal at every step of every trajectory."""
     model = cdt(backbone=backbone).eval()
     batch = sequences([9, 6], [2, 0])  # steps 2..8 of the first trajectory are rows 2..8
@@ -69,7 +69,7 @@ def test_the_future_changes_nothing_before_it(backbone: str, name: str, value: f
                 assert not torch.equal(a[0, step + 1:], b[0, step + 1:])  # later ones see it
 
 
-def test_phi_knows_neither_the_action_nor_any_return() -> None:
+def test_phi_depends_neither_on_the_action_nor_on_any_return() -> None:
     model = cdt().eval()
     batch = sequences([9, 6], [2, 0])
     phi, queries, _ = inside(model, batch)
@@ -130,7 +130,7 @@ def test_states_are_of_the_items_before_a_step() -> None:
             assert not found[0, 0].any()
 
 
-def test_without_returns_nobody_asks_for_one() -> None:
+def test_models_without_returns_need_no_target() -> None:
     model, batch = cdt(returns="none").eval(), sequences([9, 6], [2, 0])
     plain = model(batch)[0]
     other = dataclasses.replace(batch, returns=batch.returns + 3)
@@ -489,7 +489,7 @@ def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
     assert censored_loss(torch.zeros(1, 2), torch.tensor([[math.nan]])).isnan()
 
 
-def test_estimated_returns_leave_luck_out() -> None:
+def test_estimated_returns_exclude_luck() -> None:
     """The return of an action a is 10 + 5 a plus chance.
 
     Conditioned on logged returns g, the mean action would be 0.1 (g - 10), since chance has a

@@ -106,7 +106,7 @@ def test_real_edges_are_found(edges: Edges, activity: float, monkeypatch: pytest
         assert found[min(cause, effect), max(cause, effect)] * weight > 0
 
 
-def test_axes_are_tastes_with_both_of_their_ends() -> None:
+def test_axes_join_both_ends_of_a_taste() -> None:
     """Each user takes six items from one end of each of two taste dimensions, none from the other
     end; clusters of items that the same users like do not find these dimensions."""
     rng = np.random.default_rng(3)
@@ -137,7 +137,7 @@ def test_ratios_of_independent_counts_would_have_edges() -> None:
     assert not fit_graph((x - x.mean(0)) / x.std(0)).any()
 
 
-def test_activity_leaves_the_labels() -> None:
+def test_activity_is_removed_from_the_labels() -> None:
     """Weights sum to less than 1, and labels are uncorrelated after activity is removed."""
     g = torch.Generator().manual_seed(0)
     own = torch.randn(20_000, 4, generator=g) * torch.tensor([0.5, 1.0, 1.5, 2.0])
@@ -278,7 +278,7 @@ def test_a_code_for_each_factor() -> None:
     assert turned == pytest.approx(found, abs=0.02)
 
 
-def test_mixed_codes_tell_everything_and_stand_for_nothing() -> None:
+def test_mixed_codes_are_informative_and_not_disentangled() -> None:
     """Each code is a mean of all factors with the signs of a Hadamard matrix."""
     pairs = np.array([[1, 1], [1, -1]])
     mixed = ((FACTORS - FACTORS.mean(0)) / FACTORS.std(0)) @ np.kron(pairs, pairs) / 2
@@ -296,7 +296,7 @@ def test_copies_are_disentangled_and_not_complete() -> None:
     assert found["sap"] == pytest.approx(0, abs=1e-6)
 
 
-def test_noise_tells_nothing() -> None:
+def test_noise_is_not_informative() -> None:
     found = disentanglement(NOISE, FACTORS)
     assert found["informativeness"] < 0.01 and found["sap"] < 0.01
     wide = disentanglement(RNG.normal(size=(400, 4, 90)), FACTORS[:400])  # more numbers than rows
@@ -308,6 +308,6 @@ def test_noise_tells_nothing() -> None:
     (NOISE[:, :1], FACTORS), (NOISE[..., 0], FACTORS), (NOISE, FACTORS[:, :1]),
     (NOISE[:10], FACTORS[:10]), (NOISE[:99], FACTORS), (NOISE * np.nan, FACTORS),
     (NOISE, FACTORS * 0)])
-def test_what_cannot_be_scored(codes: np.ndarray, factors: np.ndarray) -> None:
+def test_invalid_codes_and_factors_are_refused(codes: np.ndarray, factors: np.ndarray) -> None:
     with pytest.raises(InvalidInputError, match="cannot score codes"):
         disentanglement(codes, factors)

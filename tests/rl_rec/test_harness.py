@@ -77,7 +77,7 @@ def test_blocks_and_batches_change_nothing(data: Interactions) -> None:
     assert all(np.array_equal(one[m], other[m]) for m in one)
 
 
-def test_clusters_are_the_tastes(data: Interactions) -> None:
+def test_clusters_recover_the_tastes(data: Interactions) -> None:
     shares = item_clusters(data, KINDS)
     assert torch.allclose(shares.sum(1), torch.ones(data.num_items))
     again = item_clusters(data, KINDS)
@@ -110,8 +110,8 @@ def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interaction
 
 
 @pytest.mark.parametrize("name", ["multvae", "gru4rec"])
-def test_an_interrupted_training_goes_on(name: str, data: Interactions, tmp_path: Path,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_training_continues(name: str, data: Interactions, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is bit-identical, also that of a run that has ended by early stopping."""
     options, state = FitOptions(epochs=6, batch_size=16, eval_every=2, patience=2), tmp_path / "a"
     whole = fit(name, None, data, 1, options)
@@ -190,7 +190,7 @@ def catalogues(draw: Any) -> dict[str, Any]:
 
 
 @given(catalogues())
-def test_top_k_of_any_cut_is_that_of_plain_sorting(case: dict[str, Any]) -> None:
+def test_top_k_of_any_shards_equals_plain_sorting(case: dict[str, Any]) -> None:
     found = top_k(case["shards"], case["k"], jagged(case["seen"]))
     for row, scores, seen in zip(found.tolist(), case["scores"], case["seen"], strict=True):
         left = [i + 1 for i, s in enumerate(scores) if s > -np.inf and i + 1 not in seen]

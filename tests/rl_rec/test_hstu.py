@@ -172,7 +172,7 @@ def test_only_the_recent_history_counts() -> None:
 
 
 @torch.no_grad()
-def test_candidates_score_as_in_passes_of_their_own() -> None:
+def test_candidates_score_as_in_separate_passes() -> None:
     """Compare with one pass per candidate, which is appended to the user's history."""
     model = make(rank_weight=1.0)
     lengths = [0, 3, CONTEXT, 20]
@@ -243,7 +243,7 @@ def test_times_predict_the_next_item() -> None:
     assert without < 0.87 < 0.93 < found
 
 
-def test_what_a_model_lacks_is_named() -> None:
+def test_missing_inputs_are_named() -> None:
     batch = timed([3, 4])
     with pytest.raises(InvalidInputError, match="rank_weight"):
         make().cache(batch)

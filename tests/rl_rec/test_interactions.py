@@ -310,8 +310,8 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("min_count", [1, 3])
 @pytest.mark.parametrize("hashed", [None, 50])
-def test_missing_users_and_items_are_nobody(tmp_path: Path, min_count: int, hashed: int | None
-                                            ) -> None:
+def test_rows_without_user_or_item_are_left_out(tmp_path: Path, min_count: int, hashed: int | None
+                                                ) -> None:
     """Otherwise all rows without a user would belong to one user."""
     rows = [(f"u{k % 3}", f"i{k % 5}", 1, 100 + k) for k in range(30)]
     rows += [("", f"i{k % 5}", 1, 200 + k) for k in range(40)]

@@ -69,7 +69,7 @@ def test_neighbours_are_the_nearest_by_the_shrunk_cosine() -> None:
 
 
 @pytest.mark.parametrize("nu", [0.0, 1.0])
-def test_ials_solves_for_users_and_items_in_turns(nu: float) -> None:
+def test_ials_solves_for_users_and_items_alternately(nu: float) -> None:
     """Compare with sums over all pairs of users and items, without the Gram matrix."""
     histories, num_items, x = training(1)
     config = IALSConfig(dim=6, alpha=0.2, l2=0.05, nu=nu, sweeps=1)
@@ -166,7 +166,7 @@ def test_the_prior_of_recvae_is_a_density() -> None:
     assert float(log_prior(z[:1] * 0 + 500, z[:1] * 0, z[:1] * 0)) == pytest.approx(wide)
 
 
-def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
+def test_recvae_trains_encoder_and_decoder_alternately() -> None:
     histories, num_items, _ = training()
     torch.manual_seed(0)
     model = RecVAE(num_items, RecVAEConfig(hidden=16, dim=6, rounds=2)).train()

@@ -25,7 +25,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("law", [None, Returning(horizon=8)])
-def test_a_log_comes_back_bit_for_bit(law: Returning | None) -> None:
+def test_a_log_is_read_back_bit_for_bit(law: Returning | None) -> None:
     shop = synthetic_shop(0, law)
     log = graded_visits(shop, "random", 12, seed=3)
     write_minari(log, shop, "oper/shop-v0")
@@ -87,7 +87,8 @@ def of_numbered_actions(buffer: Any) -> Any:
 @pytest.mark.parametrize(("change", "told"), [
     (cut_off, "terminated episodes"), (of_other_actions, "shapes of observations"),
     (of_numbered_actions, "shapes of observations")])
-def test_what_is_no_log_of_the_shop_is_refused(change: Callable[[Any], Any], told: str) -> None:
+def test_data_sets_of_other_environments_are_refused(change: Callable[[Any], Any], told: str
+                                                     ) -> None:
     from gymnasium.spaces import Box, Discrete
 
     env = ShopEnvironment(synthetic_shop(1))

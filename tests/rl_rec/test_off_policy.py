@@ -35,7 +35,7 @@ from oper.rl_rec.simulation.shop import (
 from tests.support import real_data
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+def test_intervals_cover_the_mean_as_often_as_stated() -> None:
     rng = np.random.default_rng(0)
     logs = [rng.exponential(2.0, 200) for _ in range(200)]
     inside = [i.low <= 2.0 <= i.high for i in (bootstrap(x, samples=300) for x in logs)]
@@ -115,7 +115,7 @@ def test_rows_of_one_visitor_are_drawn_together() -> None:
         estimate(s.log, s.target, clusters=s.visitors[1:])
 
 
-def test_doubly_robust_needs_one_of_the_two() -> None:
+def test_doubly_robust_needs_correct_propensities_or_a_correct_model() -> None:
     s = simulate_log(20_000, 1)
     wrong_model = estimate(s.log, s.target, model=np.full_like(s.rewards, 0.9)).intervals
     assert abs(wrong_model["dm"].mean - s.value) > 0.2
@@ -157,7 +157,7 @@ def test_every_estimate_is_that_of_its_formula() -> None:
     assert widths["switch-dr"] < 0.1 * widths["dr"] and widths["dros"] < widths["dr"]
 
 
-def test_without_need_nothing_is_shrunk() -> None:
+def test_weights_of_the_logging_policy_are_not_shrunk() -> None:
     """For the logging policy, all weights are 1 and all estimates are the mean reward."""
     s = simulate_log(3_000, 2)
     found = estimate(s.log, s.groups.behaviour, groups=s.groups)
@@ -247,7 +247,7 @@ def test_a_log_as_feedback_and_back() -> None:
             from_feedback(found | {key: wrong})
 
 
-def test_open_bandit_pipeline_comes_to_the_same_estimates() -> None:
+def test_estimates_equal_those_of_open_bandit_pipeline() -> None:
     """Compare with obp's estimators, if obp is installed."""
     ope = pytest.importorskip("obp.ope")
     s = simulate_log(500, 4)
@@ -344,7 +344,7 @@ def test_clicks_follow_the_network() -> None:
     assert float(clicks.float().mean()) == pytest.approx(float(mean), abs=0.1)
 
 
-def test_the_gymnasium_face() -> None:
+def test_the_gymnasium_environment() -> None:
     from gymnasium.utils.env_checker import check_env
 
     from oper.rl_rec.simulation.environment import ShopEnvironment

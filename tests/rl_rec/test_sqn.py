@@ -163,7 +163,7 @@ def shares_of_best(name: str, gamma: float, **changes: Any) -> dict[int, float]:
     return {item: float((best == item).float().mean()) for item in (BAIT, PATIENT, NOTHING)}
 
 
-def test_the_rewards_to_come_count() -> None:
+def test_future_rewards_count() -> None:
     """The log is uniform, so only values distinguish the items, and only future rewards distinguish
     the patient item from the bait."""
     assert shares_of_best("dqn", 0.5, q_negatives=0)[PATIENT] == 1
@@ -316,7 +316,7 @@ def test_satisfaction_is_a_moving_average() -> None:
     assert torch.equal(now[:, VISITS], visits.visits.float())
 
 
-def test_the_law_of_return() -> None:
+def test_customers_return_as_the_parameters_state() -> None:
     """Compare return rates and mean days with the formulas, for visits of one page."""
     count = 20_000
     visits = Visits(shop_of(9), count, seed=3)
@@ -347,7 +347,7 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
         Returning(horizon=0)
 
 
-def test_short_sight_costs_visits() -> None:
+def test_maximising_clicks_alone_costs_visits() -> None:
     """For the same customers, maximising each page's clicks gives fewer clicks in total."""
     torch.manual_seed(0)
     oracles = (offline.Oracle(SHOP, 1, 20, weights=(w,)) for w in (0.0, 1.5))
@@ -357,7 +357,7 @@ def test_short_sight_costs_visits() -> None:
     assert torch.equal(greedy.steps.states[:, 0], patient.steps.states[:, 0])
 
 
-def test_the_gymnasium_face_goes_on_after_a_visit() -> None:
+def test_the_gymnasium_environment_continues_after_a_visit() -> None:
     from gymnasium.utils.env_checker import check_env
 
     from oper.rl_rec.simulation.environment import ShopEnvironment
@@ -424,7 +424,7 @@ def test_losses_reach_their_own_networks(method: str) -> None:
     assert all(p.requires_grad for p in model.critics.parameters())
 
 
-def test_slow_networks_follow() -> None:
+def test_target_networks_follow() -> None:
     log = random_steps()
     model = METHODS["td3+bc"](log)
     with torch.no_grad():
@@ -473,7 +473,7 @@ def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
         assert torch.equal(model.policy()(past), model.best(offline.normalised(past.states[:, 0])))
 
 
-def test_dqn_learns_what_is_worth_more_later() -> None:
+def test_dqn_learns_delayed_rewards() -> None:
     """A positive action earns 1 and ends the visit; a negative one earns 0 now and 3 on the next
     page."""
     torch.manual_seed(1)

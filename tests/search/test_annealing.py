@@ -94,8 +94,8 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     (racked(_hosts(4, 1), 0.3, 0.3), EVERYTHING), (racked(_hosts(4, 1), 0.3, 0.3), PUSHED),
     (racked(_hosts(4, 1), 9.0, 9.0), PUSHED),
 ], ids=lambda x: f"{x.name}-{x.world_size}" if isinstance(x, Topology) else str(len(x)))
-def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
-                                                             allow: frozenset[str]) -> None:
+def test_loads_in_the_search_equal_the_cost_model(topology: Topology, allow: frozenset[str]
+                                                  ) -> None:
     """With nonzero costs of hosts, tiers, column pieces and owners' requests to themselves."""
     for seed in range(4):
         specs, stats = tables_and_stats(10, seed, min_rows=100_000, max_rows=300_000)
@@ -250,8 +250,8 @@ def test_arguments_of_another_size_or_version_are_refused(monkeypatch: pytest.Mo
     assert annealed.run(10, 0.0, 0).num_moves == 10
 
 
-def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
-                                                tmp_path: object) -> None:
+def test_the_error_for_a_missing_library_names_the_build_command(monkeypatch: pytest.MonkeyPatch,
+                                                                 tmp_path: object) -> None:
     monkeypatch.setattr(native, "__file__", f"{tmp_path}/search/native.py")
     with pytest.raises(MissingDependencyError, match="build_ext --inplace"):
         native._library.__wrapped__()

@@ -152,7 +152,7 @@ def test_recshard_balances_lookups_exactly_where_everything_fits():
     assert theirs / ours == pytest.approx(11 / 9)
 
 
-def test_recshard_keeps_hot_rows_fast_and_deals_cold_ones_where_memory_is_short():
+def test_recshard_keeps_hot_rows_fast_and_stripes_cold_ones_where_memory_is_short():
     roomy = problem(5, 3, gpus(2), "inference", allow=EVERYTHING)
     need = sum(t.spec.num_bytes for t in roomy.tables)
     tight = problem(5, 3, gpus(2, memory_bytes=0.6 * need), "inference", allow=EVERYTHING)
@@ -167,11 +167,11 @@ def test_recshard_keeps_hot_rows_fast_and_deals_cold_ones_where_memory_is_short(
         assert table.features(hot.start, hot.stop, True)[IDS] > 0.5 * table.total[IDS] * 0.99
 
 
-def test_recshard_says_when_the_program_is_too_large():
+def test_recshard_reports_a_program_that_is_too_large():
     assert coverage_milp(problem(100, 3, gpus(128), allow=EVERYTHING), 0) is None
 
 
-def test_ugache_deals_less_to_ranks_with_less_memory():
+def test_ugache_gives_less_to_ranks_with_less_memory():
     equal = problem(8, 6, gpus(4), "inference")
     need = sum(t.spec.num_rows * t.spec.row_bytes for t in equal.tables)
     stated = problem(8, 6, gpus(4, memory_bytes=0.5 * need, slow=2), "inference")

@@ -475,7 +475,7 @@ def test_once_the_first_tree_has_stalled_the_most_promising_is_continued(monkeyp
     assert again.trees[1].bound.lower_bound_us == pytest.approx(tree.bound.lower_bound_us, rel=1e-5)
 
 
-def test_a_host_is_distinguished_if_hosts_are_alike():
+def test_a_host_is_distinguished_if_hosts_are_equal():
     many = stated(2, "mixed")
     relaxation = Relaxation(CostModel(many))
     assert len(relaxation.classes.ranks) == 2

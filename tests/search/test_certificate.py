@@ -112,8 +112,7 @@ def test_a_bound_applies_to_one_problem() -> None:
     (Tier(0, 0, "owned", (1,), mode="push", memory="host"), 64, "host memory"),
     (Tier(0, 0, "owned", (1,), mode="push"), 4, "pushes columns"),
 ])
-def test_what_lies_outside_of_the_space_is_not_certified(tier: Tier, columns: int, word: str
-                                                        ) -> None:
+def test_plans_outside_of_the_space_are_not_certified(tier: Tier, columns: int, word: str) -> None:
     specs, stats = tables_and_stats(3, 5)
     specs = [replace(s, dim=64) for s in specs]
     problem = make_problem(specs, stats, with_host_memory(gpus(4, per_host=2)), batch_size=256,
@@ -130,7 +129,7 @@ def test_what_lies_outside_of_the_space_is_not_certified(tier: Tier, columns: in
     assert "outside the space" in not_certified(edited, problem) and edited.lower_bound_us == 0
 
 
-def test_column_pieces_beside_pinned_rows_need_a_hotness_order() -> None:
+def test_column_pieces_with_pinned_rows_need_a_hotness_order() -> None:
     specs, stats = tables_and_stats(2, 5, in_order=False)
     specs = [replace(s, dim=64) for s in specs]
     pinned = {"t0": {"pinned": [{"rows": [0, 1], "place": "owned", "ranks": [1]}]}}
@@ -146,7 +145,7 @@ def test_column_pieces_beside_pinned_rows_need_a_hotness_order() -> None:
         assert word in found and bool(word) == bool(found)
 
 
-def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
+def test_hosts_are_interchangeable_only_with_equal_overlap() -> None:
     """With more overlaps than are distinguished, or pinned loads, no host is distinguished."""
     for seed in range(3):
         specs, stats = tables_and_stats(4, seed, lengths=(20, 50))
@@ -255,8 +254,9 @@ def _negative(proof: dict[str, Any]) -> None:
     (lambda p: p.update(cutoff_us=float("nan")), "not a number"),
     (lambda p: p.update(cutoff_us="soon"), "cannot be read"),
 ])
-def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
-                                     change: Callable[[dict[str, Any]], None], word: str) -> None:
+def test_an_incomplete_proof_is_not_accepted(case: tuple[Plan, Problem],
+                                             change: Callable[[dict[str, Any]], None], word: str
+                                             ) -> None:
     plan, problem = case
     proof = copy.deepcopy(plan.notes["certificate"])
     change(proof)
@@ -265,7 +265,7 @@ def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
     assert word in found.why
 
 
-def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
+def test_a_changed_branching_changes_the_bound(case: tuple[Plan, Problem]) -> None:
     """The checker uses the value of a branching: if it is changed, the bound is another."""
     plan, problem = case
     proof = copy.deepcopy(plan.notes["certificate"])

@@ -58,7 +58,7 @@ def ranks_of(plan, name):
     ({"keep_apart": [["t0", "t0"]]}, "keep_apart"), ({"keep_apart": [["t0", "x"]]}, "keep_apart"),
     ({"keep_together": [["t0", "t1"]], "keep_apart": [["t1", "t0"]]}, "one of the two"),
 ])
-def test_what_makes_no_sense_is_named(value, word):
+def test_invalid_constraints_are_named(value, word):
     specs, stats = tables_and_stats(2, 0)
     with pytest.raises(InvalidInputError, match=word):
         make_problem(specs, stats, gpus(2), batch_size=8, constraints=value, allow=EXECUTABLE)
@@ -132,7 +132,7 @@ def test_groups_respect_pins_or_are_infeasible():
     (lambda need: {"tables": {"t3": {"ranks": [0]}}, "memory_bytes": [2 * 10**5, 10**10]},
      "removing memory_bytes or the constraint of table 't3'"),
 ])
-def test_the_constraint_that_leaves_no_room_is_named(held, words):
+def test_the_constraint_that_makes_plans_infeasible_is_named(held, words):
     specs, stats = tables_and_stats(6, 1)
     need = sum(s.num_bytes for s in specs)
     with pytest.raises(PlanInfeasibleError, match=words):
@@ -252,7 +252,7 @@ def test_ranges_keep_to_the_ranks_that_may_own() -> None:
     assert {r for x in plan.table("t0").pieces[0].tiers for r in x.ranks} == {1, 3}
 
 
-def test_peers_that_split_columns_leave_them_whole() -> None:
+def test_peers_do_not_split_tables_that_need_whole_rows() -> None:
     found = set()
     for optimizers in (("lamb", "adam"), ("adam", "lamb")):  # one of the tables is the larger one
         for name in ("hugectr-split-and-place", "neuroshard-beam"):

@@ -301,7 +301,7 @@ def test_widths_without_a_kernel_cost_by_pass_and_vector() -> None:
     assert update == pytest.approx([16 * touched, 0.0])
 
 
-def test_only_the_owner_of_a_whole_pushed_table_asks_nobody() -> None:
+def test_only_the_owner_of_an_entire_pushed_table_sends_no_requests() -> None:
     asks = Costs(phase_us=0.0, push_ns=1.0)
     forward, backward, _ = compute(asks, 16, Tier(0, 64, "owned", (0,), mode="push"))
     assert forward == pytest.approx([0.0, 64.0]) and backward == pytest.approx([0.0, 64.0])

@@ -174,7 +174,7 @@ def test_verb_plan_errors_name_the_cause(stats_file, tmp_path, words, error, mat
     assert not (tmp_path / "p.json").exists()
 
 
-def test_verb_plan_refuses_foreign_files(stats_file, tmp_path):
+def test_verb_plan_refuses_files_of_another_kind(stats_file, tmp_path):
     broken = tmp_path / "broken.npz"
     broken.write_bytes(stats_file.read_bytes()[:200])
     with pytest.raises(FileFormatError):
@@ -187,7 +187,7 @@ def test_verb_plan_refuses_foreign_files(stats_file, tmp_path):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads_and_says_that_it_is_published(name):
+def test_every_preset_loads_and_is_marked_as_published(name):
     topology = topology_preset(name)
     assert topology.name == name and topology.source == "published"
     kind, size = name.split("-")
@@ -474,7 +474,7 @@ def test_barriers_are_those_of_the_runtime() -> None:
     assert pushed.ends_us == pytest.approx([31 + 41 + 7])
 
 
-def test_ids_run_ahead_beside_dense_compute() -> None:
+def test_ids_are_sorted_ahead_during_dense_compute() -> None:
     alone = run([STEP] * 3, Schedule(True, dense_us=10.0), 2)
     ahead = run([STEP] * 3, Schedule(True, dense_us=10.0, in_flight=2), 2)
     # 10 of rank 0's 15 microseconds of sorting find room; the first step has nobody before it.

@@ -339,7 +339,7 @@ def test_no_overlap_by_default():
     assert "overlap_us" not in plan.notes and "dense" not in summary(plan, overlapping(host(2)))
 
 
-def test_sorting_ahead_is_a_phase_of_its_own():
+def test_sorting_ahead_is_a_separate_phase():
     plain, ahead = overlapping(host(1)), overlapping(host(1), {"resolve": 7.0})
     # Gradients of pushed rows are sorted after they arrive, which cannot run ahead.
     plan = random_plan(plain, np.random.default_rng(1), KINDS[:3])
@@ -366,7 +366,7 @@ def test_the_plan_stays_near_the_bound(overlap):
     ({"update": float("nan")}, "update"), ({"update": True}, "update"),
     ({"update": None}, "update"),
 ])
-def test_what_makes_no_sense_is_named(value, word):
+def test_invalid_overlaps_are_named(value, word):
     with pytest.raises(InvalidInputError, match=word):
         overlapping(host(2), value)
     with pytest.raises(InvalidInputError, match="phase"):

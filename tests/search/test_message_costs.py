@@ -436,7 +436,7 @@ def test_a_budget_is_kept_and_used() -> None:
     assert len(middle.dtypes["hot"]) > 1
 
 
-def test_rows_that_were_never_looked_up_cross_together() -> None:
+def test_rows_that_were_never_looked_up_get_one_type() -> None:
     """Their order of hotness is unknown, so they are not divided."""
     table = replace(TABLES[0], num_rows=50_000)
     counts = np.maximum(2, 40_000 // np.arange(1, 2001))
@@ -484,7 +484,7 @@ def test_measured_errors_decide() -> None:
     assert found.dtypes["hot"] == [(4000, "int4")]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_budgets_and_errors_are_refused() -> None:
     given = stats()
     known = errors(given)
     for bad in (0.0, -1.0, float("nan"), float("inf"), "1e-4"):

@@ -197,7 +197,7 @@ def test_fully_pinned_plans_are_only_evaluated():
     assert all(t.tiers[0].ranks == (0,) for t in plan.tables)
 
 
-def test_infeasible_names_need_capacity_and_a_way_out():
+def test_infeasible_names_need_capacity_and_a_remedy():
     specs, stats = tables_and_stats(6, 1)
     need = sum(s.num_bytes for s in specs)
     largest = max(specs, key=lambda s: s.num_bytes)
@@ -315,7 +315,7 @@ def test_percentiles_are_those_of_an_event_simulation(load: float, max_batch: in
     assert found.p99_ms == pytest.approx(np.quantile(seen, 0.99), rel=0.15)
 
 
-def test_batches_of_one_are_m_d_1() -> None:
+def test_batches_of_one_equal_the_m_d_1_queue() -> None:
     service = np.array([0.0, 100.0])
     found = simulate_queue(service, 6000.0, 1, 0.0)
     assert found.utilisation == pytest.approx(0.6, rel=0.02)

@@ -46,7 +46,7 @@ def one_table(num_rows: int = 5000, exponent: float = 1.05, length: int = 2, wor
     return make_table(TableSpec("t", num_rows, 16, ("f",)), stats, batch, world), stats
 
 
-def test_features_add_up_to_what_presence_says_of_every_row():
+def test_features_equal_sums_of_presence_over_rows():
     table, stats = one_table()
     found = stats.tables["t"]
     num_ids = 128 * 2
@@ -247,7 +247,7 @@ def test_a_batch_smaller_than_a_request_has_one_bag(candidates: float) -> None:
     assert np.array_equal(table.cumulative, make_table(*user_table(1), 1, 4).cumulative)
 
 
-def test_a_table_of_a_user_s_and_a_candidate_s_feature_lies_between() -> None:
+def test_a_table_of_a_user_s_and_a_candidate_s_feature_costs_a_value_between() -> None:
     spec, stats = user_table(CANDIDATES, ("user", "item"))  # two bags per sample
     table = make_table(spec, stats, BATCH, 4)
     assert table.traffic.num_bags == pytest.approx(BATCH + BATCH / CANDIDATES)
@@ -281,7 +281,7 @@ def test_every_term_but_outputs_is_that_of_fewer_bags(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
 @pytest.mark.parametrize("topology", [host(4), gpus(4)], ids=["host", "gpus"])
-def test_the_bound_knows_user_features(topology: Topology, objective: str) -> None:
+def test_the_bound_covers_user_features(topology: Topology, objective: str) -> None:
     """It equals the formulation in cvxpy, is certified, and lies below every plan."""
     problem = stated(topology, ["f0", "f2", "f4"], objective)
     relaxation = Relaxation(CostModel(replace(problem, allow=problem.allow - {"push", "columns"})))
@@ -314,7 +314,7 @@ def test_features_that_cannot_be_shared_are_named(features: dict[str, float]) ->
                      batch_size=8)
 
 
-def test_statistics_keep_them(tmp_path: Path) -> None:
+def test_statistics_store_user_features(tmp_path: Path) -> None:
     _, stats = user_table(CANDIDATES)
     stats.save(tmp_path / "s.npz")
     assert AccessStats.load(tmp_path / "s.npz").samples_per_bag == {"user": CANDIDATES}
@@ -325,7 +325,8 @@ def test_statistics_keep_them(tmp_path: Path) -> None:
         replace(stats, samples_per_bag={"user": 0.5})
 
 
-def test_the_command_plans_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_with_user_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                              ) -> None:
     stats, plan = tmp_path / "s.npz", tmp_path / "p.json"
     user_table(1)[1].save(stats)
     tables = tmp_path / "tables.json"

@@ -161,8 +161,8 @@ def test_verb_starts_from_a_plan(tmp_path, capsys):
 
 @QUICK
 @given(problems(is_free=True), st.integers(0, 10**6))
-def test_masters_of_replicated_rows_are_priced_below_every_deal(problem: Problem, seed: int
-                                                                ) -> None:
+def test_masters_of_replicated_rows_are_priced_below_every_assignment(problem: Problem, seed: int
+                                                                      ) -> None:
     """With up to eight tiers, in which different classes have the first ranks."""
     problem = replace(problem, allow=problem.allow | EVERYTHING)
     relaxation, rng = Relaxation(CostModel(problem)), np.random.default_rng(seed)
@@ -196,7 +196,7 @@ def test_unequal_links_are_branched_on() -> None:
     assert recomputed(tree.bound) >= tree.bound.lower_bound_us * (1 - 1e-9)
 
 
-def test_classes_of_owners_are_priced_apart() -> None:
+def test_classes_of_owners_are_priced_separately() -> None:
     """Fast ranks can hold more, slow ranks cost less: a bound with both advantages is 9 % below the
     optimum. An integer program over all column splits of the two pushed tables has a solution of
     139,558 us, and none below 139,422 us."""
@@ -403,7 +403,7 @@ def test_a_pin_that_does_not_fit_is_named():
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
 
 
-def test_what_is_imposed_covers_the_same_rows():
+def test_imposed_tiers_cover_the_same_rows():
     _, problem = stated(None)
     plan = plan_problem(problem)
     held = TableConstraint(pinned=(Tier(3, 40, "owned", (2,)),), unreplicated=((0, 1), (50, 60)))

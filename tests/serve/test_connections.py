@@ -183,7 +183,7 @@ def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: 
     assert np.array_equal(client.score_request(good)[0], expected(good))
 
 
-def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
+def test_incomplete_requests_are_dropped(server: Server, client: Client) -> None:
     name = r'oper_requests_total\{outcome="gone"\}'
     before = value_of(client.metrics(), name)
     connection = connect(server)
@@ -228,8 +228,8 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
     assert (server.counts["worker_restarts"], server.worker_pids) == (restarts, pids)
 
 
-def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
-        server: Server, client: Client) -> None:
+def test_idle_connections_do_not_block_others_and_closed_ones_are_not_used(server: Server,
+                                                                           client: Client) -> None:
     request = random_request(np.random.default_rng(0), 2)
 
     def score() -> None:
@@ -343,8 +343,8 @@ class _Worker:
         self.metrics.observe_request(k, (k + 0.1, k + 0.2, k + 0.3, k + 0.4, k + 0.5), 1, 1)
 
 
-def test_what_a_ring_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                            ) -> None:
+def test_records_lost_by_a_full_ring_buffer_are_counted(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest record of a full ring is not used, since the worker may be replacing it."""
     monkeypatch.setattr(metrics, "_RECORDS", 8)
     worker = _Worker()

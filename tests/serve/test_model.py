@@ -87,8 +87,9 @@ def test_scores_of_a_worker_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
-def test_candidates_score_as_full_rows_and_what_is_their_users_is_computed_once(
-        tmp_path: Path, row_dtype: str | None) -> None:
+def test_candidates_score_as_full_rows_and_user_features_are_computed_once(tmp_path: Path,
+                                                                           row_dtype: str | None
+                                                                           ) -> None:
     write_run(tmp_path, 1)
     published = load_model(tmp_path, row_dtype=row_dtype)
     predictor: Any = published.opener()()
@@ -125,7 +126,7 @@ def test_candidates_score_as_full_rows_and_what_is_their_users_is_computed_once(
         published.close()
 
 
-def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
+def test_the_command_publishes_changed_weights(tmp_path: Path) -> None:
     """One server runs for all checks, since a start takes seconds."""
     folder = tmp_path / "run"
     models, request = {1: write_run(folder, 1)}, request_of(0, 20)
@@ -203,8 +204,8 @@ def test_a_folder_without_configuration_is_one_error(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a.file"])
-def test_a_path_that_is_no_folder_is_reported(name: str, tmp_path: Path,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_folder_is_reported(name: str, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.file").touch()
     assert cli.main(["serve", str(tmp_path / name)]) == 1
     assert "a folder that oper train wrote" in capsys.readouterr().err
@@ -366,9 +367,9 @@ def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.Mon
     ("os:getcwd", "what os:getcwd returns: model='str', expected a PublishedModel"),
     ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "not a function"),
     ("os:", "MODULE:FUNCTION"), (":make", "MODULE:FUNCTION"), ("..a:make", "MODULE:FUNCTION")])
-def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Path,
-                                            capsys: pytest.CaptureFixture[str],
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_served_are_one_error(model: str, words: str, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """One error instead of a traceback of every worker, and no worker is started."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve", model, "--port", "0", "--workers", "1"]) == 1
@@ -395,8 +396,9 @@ def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
         assert process.wait(120) == 1
 
 
-def test_what_cannot_be_followed_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_cannot_be_followed_are_one_error(tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", "--follow",
                      str(tmp_path)]) == 1
@@ -424,7 +426,7 @@ def test_a_taken_port_is_an_error() -> None:
             Server(Sums(), ServeOptions(port=taken.getsockname()[1])).start()
 
 
-def test_of_two_servers_that_start_at_once_one_says_why_not() -> None:
+def test_the_second_of_two_servers_on_a_port_reports_the_error() -> None:
     """Both bind the port while their workers start; only one can listen on it."""
     port = free_port()
 

@@ -167,7 +167,7 @@ def test_bad_features_are_named(features: list[str], words: str) -> None:
         wire.decode_request(*wire.encode_request(changed(), features), SIGNATURE)
 
 
-def test_sizes_are_compared_before_anything_of_that_size_is_made() -> None:
+def test_sizes_are_checked_before_memory_is_allocated() -> None:
     body, length = wire.encode(
         {"dense": np.zeros((1, 2), np.float32), "ids": np.zeros(0, np.int64),
          "lengths": np.zeros((0, 1 << 40), np.int32)}, "inputs", {"features": ""})
@@ -253,7 +253,7 @@ def finish(batcher: Batcher) -> None:
         batcher.turn()
 
 
-def test_what_waits_is_scored_together_and_exactly(parts: tuple[Noting, Batcher]) -> None:
+def test_waiting_requests_are_scored_together_and_exactly(parts: tuple[Noting, Batcher]) -> None:
     model, batcher = parts
     assert batcher.due_s() is None
     requests = many(6)
@@ -271,7 +271,7 @@ def test_what_waits_is_scored_together_and_exactly(parts: tuple[Noting, Batcher]
     assert len(model.sizes) == 3
 
 
-def test_a_request_beyond_the_batch_is_one_of_its_own(parts: tuple[Noting, Batcher]) -> None:
+def test_a_request_larger_than_a_batch_is_scored_alone(parts: tuple[Noting, Batcher]) -> None:
     model, batcher = parts
     large, small = [*submit(batcher, many(1, 30)), PendingRequest(many(1)[0], lambda _: None)]
     with pytest.raises(OverloadedError):
@@ -281,7 +281,8 @@ def test_a_request_beyond_the_batch_is_one_of_its_own(parts: tuple[Noting, Batch
     assert large.result is not None
 
 
-def test_too_many_are_refused_and_harm_nobody(parts: tuple[Noting, Batcher]) -> None:
+def test_requests_beyond_the_queue_are_refused_and_do_not_affect_others(
+        parts: tuple[Noting, Batcher]) -> None:
     _, batcher = parts
     waiting = submit(batcher, many(6))
     with pytest.raises(OverloadedError, match="samples waiting=21, expected <= 20"):

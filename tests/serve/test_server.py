@@ -120,7 +120,7 @@ def test_a_user_is_named_once(client: Client) -> None:
         client.score(dense, {}, {"a": np.array([1, 2])} | {"b": (np.array([1, 2, 3]), [1, 1, 1])})
 
 
-def test_a_request_leaves_at_once_and_its_worker_is_remembered(
+def test_requests_are_sent_immediately_and_their_workers_are_remembered(
         server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     send = socket.socket.sendall
@@ -151,7 +151,7 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
     assert np.array_equal(scores, expected(request)) and epoch == 1
 
 
-def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
+def test_bad_requests_do_not_affect_others(server: Server, client: Client) -> None:
     """Valid requests are sent throughout and could be in the same batches as invalid ones."""
     stop, wrong = threading.Event(), []
 
@@ -322,7 +322,7 @@ def test_a_dead_worker_is_replaced_and_clients_retry(
     assert value_of(client.metrics(), "oper_worker_restarts_total") == 1
 
 
-def test_a_request_that_ends_workers_is_given_up(server: Server) -> None:
+def test_the_client_gives_up_a_request_that_kills_workers(server: Server) -> None:
     before = server.counts["worker_restarts"]
     deadly = random_request(np.random.default_rng(0), 1)
     deadly.dense[0, 0] = 666
@@ -367,7 +367,7 @@ def _outcome(client: Client, request: Request) -> str:
     return "ok"
 
 
-def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: Client) -> None:
+def test_the_client_refuses_other_servers_and_invalid_ids(server: Server, client: Client) -> None:
     with pytest.raises(InvalidInputError, match=r"ids of 'a'.*float64.*integers"):
         client.score(np.zeros((1, 2)), {"a": np.array([1.5])})
     with pytest.raises(InvalidInputError, match="lengths of 'b'"):
@@ -404,7 +404,7 @@ def test_bad_timeouts_are_refused(timeout_s: Any) -> None:
         Client("host:80", timeout_s)
 
 
-def test_a_model_without_publish_says_so(server: Server) -> None:
+def test_a_model_without_publish_raises_an_error(server: Server) -> None:
     with pytest.raises(InvalidInputError, match="publish"):
         server.publish()
 

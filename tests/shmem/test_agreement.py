@@ -392,7 +392,7 @@ def _order_far(rank: int, world_size: int) -> Found:
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
 @timed
-def test_another_order_between_domains_is_detected_at_once(labels: str) -> None:
+def test_another_order_between_domains_is_detected_immediately(labels: str) -> None:
     found = run_world(len(labels), _order_far, labels=labels,
                       env={"OPER_DEADLINE_S": "60"})
     _check(found, DesyncError, 1, "forward lookup of collection 'users' (tables users)")

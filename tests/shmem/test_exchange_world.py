@@ -328,7 +328,7 @@ def _is_killed(rank: int, world_size: int) -> float:
     return time.monotonic() - begun
 
 
-def test_a_killed_rank_is_missed_although_its_child_lives() -> None:
+def test_a_killed_rank_is_detected_although_its_child_lives() -> None:
     with world(2, _is_killed, labels="ab") as running:
         assert running.receive(1) < 4
 

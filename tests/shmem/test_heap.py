@@ -138,8 +138,8 @@ def test_page_kinds_are_reported() -> None:
     assert torch.equal(tables.read("large"), want)
 
 
-def test_the_error_for_a_missing_library_says_how_to_build_it(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_for_a_missing_library_names_the_build_command(monkeypatch: pytest.MonkeyPatch,
+                                                                 tmp_path: Path) -> None:
     monkeypatch.setattr(library, "__file__", str(tmp_path / "oper" / "shmem" / "library.py"))
     with pytest.raises(MissingDependencyError, match="make setup"):
         library.register.__wrapped__()

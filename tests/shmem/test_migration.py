@@ -215,7 +215,7 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
     assert count() == 0
 
 
-def test_read_only_tables_move_at_once() -> None:
+def test_read_only_tables_move_in_one_call() -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, 2, 1)[0]
 

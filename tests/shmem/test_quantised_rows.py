@@ -133,7 +133,7 @@ def test_values_of_codes_and_unpooled_rows() -> None:
         tables.close()
 
 
-def test_what_is_refused() -> None:
+def test_tables_and_values_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="optimizer"):
         TableSpec("t", 4, 4, dtype="int8")
     with pytest.raises(InvalidInputError, match="even"):

@@ -110,12 +110,12 @@ def test_one_clear_error(flags: dict[str, object], message: str) -> None:
     ({"zz": "1", "mm": "2", "aa": "3", "kk": "4"}, r"unknown keys=\['aa', 'kk', 'mm', 'zz'\]"),
     ({"model_name": "sasrec"}, r"unknown keys=\['model_name'\], expected model\.name"),
 ])
-def test_errors_in_flags_are_of_the_command_line(flags: dict[str, object], message: str) -> None:
+def test_errors_in_flags_are_usage_errors(flags: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_config(None, {"data": "d"} | flags)
 
 
-def test_errors_in_files_are_not_of_the_command_line(tmp_path: Path) -> None:
+def test_errors_in_files_are_not_usage_errors(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('data = "d"\n[model]\ndense_layers = [8, "x"]\n')
     with pytest.raises(InvalidInputError, match=r"dense_layers\[1\]='x'") as found:
@@ -147,7 +147,7 @@ def test_optimizers_of_tables(flags: dict[str, object], want: object) -> None:
     assert table_optimizer(config.optimizer) == want
 
 
-def test_foreign_and_missing_files(tmp_path: Path) -> None:
+def test_missing_files_and_files_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("= 3")
     with pytest.raises(FileFormatError, match=r"run\.toml"):
@@ -218,7 +218,8 @@ def first(days: Path) -> Path:
     return days / "first"
 
 
-def test_one_command_goes_on_with_renumbered_rows(days: Path, first: Path, tmp_path: Path) -> None:
+def test_one_command_continues_with_renumbered_rows(days: Path, first: Path, tmp_path: Path
+                                                    ) -> None:
     """Results equal those of a run whose rows were never renumbered."""
     flags: dict[str, Any] = FLAGS | {"start": str(first)}
     train(config(on(days, "old1"), tmp_path / "plain", **flags), show_progress=False)
@@ -295,7 +296,7 @@ def test_names_stay_different_and_usable(a: str, b: str) -> None:
     nn.ModuleDict({table_name(a): nn.Identity()})
 
 
-def test_every_name_that_torch_takes_itself_is_changed() -> None:
+def test_every_name_that_torch_reserves_is_changed() -> None:
     for name in dir(nn.ModuleDict()):
         nn.ModuleDict({table_name(name): nn.Identity()})
     assert table_name("C1") == "C1" and table_name("item_id") == "item_id"
@@ -364,7 +365,8 @@ def test_an_unsharded_run_has_no_phases(prepared: Prepared, tmp_path: Path) -> N
     assert all("phases" not in line for line in lines(tmp_path))
 
 
-def test_a_trace_that_cannot_be_written_loses_no_run(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_does_not_fail_the_run(prepared: Prepared, tmp_path: Path
+                                                              ) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.warns(UserWarning, match="the trace is not written"):
         result = train(config(prepared, tmp_path / "run", max_steps=5, trace_steps="1-2",

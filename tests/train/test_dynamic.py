@@ -200,7 +200,7 @@ def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None
         assert torch.allclose(mine.rows, other.rows, atol=1e-3)
 
 
-def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: Path) -> None:
+def test_a_run_continues_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: Path) -> None:
     """From a checkpoint and two deltas."""
     flags = {"checkpoint_every": 6, "delta_every": 2, "dynamic.admit_after": 2}
     whole = train(config(raw, tmp_path / "whole", **flags), show_progress=False)
@@ -267,7 +267,7 @@ def test_tables_are_given_bytes(raw: Prepared, tmp_path: Path) -> None:
         train(config(raw, tmp_path / "b", **flags | {"dynamic.bytes": 9}), show_progress=False)
 
 
-def test_tables_have_rows_of_their_own(raw: Prepared, tmp_path: Path) -> None:
+def test_tables_may_have_different_numbers_of_rows(raw: Prepared, tmp_path: Path) -> None:
     """With fewer rows than keys, the table fills up and evicts, as its statistics predict."""
     run = config(raw, tmp_path, **{"dynamic.tables.C26": 101, "max_steps": 20})
     train(run, show_progress=False)

@@ -74,7 +74,8 @@ def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
-def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recommender_continues(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                 ) -> None:
     """After a crash, dropout, candidates, schedules and multipliers equal those of an uninterrupted
     run."""
     flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
@@ -123,7 +124,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm
     assert_same_state(out, calm)
 
 
-def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues(prepared: Prepared, calm: Path, tmp_path: Path) -> None:
     """One rank resumes a run of two: same samples per step, results equal up to rounding."""
     out = tmp_path / "one"
     shutil.copytree(calm, out)
@@ -247,8 +248,8 @@ def test_a_run_that_ends_before_a_validation_validates_when_it_resumes(
         assert [x.get("since") for x in crashed] == [None, None, 4, None, None]
 
 
-def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tmp_path: Path
-                                                          ) -> None:
+def test_an_earlier_run_is_kept_and_the_error_names_the_remedies(prepared: Prepared, tmp_path: Path
+                                                                 ) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "metrics.jsonl").write_text("{}\n")

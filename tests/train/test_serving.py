@@ -56,7 +56,8 @@ def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray
             torch.sigmoid(logits.reshape(-1)).numpy())
 
 
-def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_path: Path) -> None:
+def test_two_ranks_train_and_the_server_has_the_same_scores(prepared: Prepared, tmp_path: Path
+                                                            ) -> None:
     """The server first uses a checkpoint, as during training, then detects the final state."""
     run = tmp_path / "run"
     run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=20,
@@ -153,8 +154,8 @@ def test_the_newest_weights_are_served(tmp_path: Path) -> None:
     assert find_weights(tmp_path) == tmp_path / CHECKPOINT
 
 
-def test_weights_whose_rows_are_numbered_otherwise_are_refused(prepared: Prepared, tmp_path: Path
-                                                               ) -> None:
+def test_weights_whose_rows_are_numbered_differently_are_refused(prepared: Prepared, tmp_path: Path
+                                                                 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=1,
                     checkpoint_every=1), 1)
@@ -252,7 +253,7 @@ def assert_equal(mirror: RunMirror, run: Path) -> None:
         assert (mirror.folder / name).read_bytes() == (run / name).read_bytes(), name
 
 
-def test_a_run_arrives_whatever_the_order(place: Store, runs: list[Path]) -> None:
+def test_files_of_a_run_may_arrive_in_any_order(place: Store, runs: list[Path]) -> None:
     """The next run replaces it in the same places; its deltas can be followed."""
     mirror = RunMirror(place.url)
     try:
@@ -290,8 +291,8 @@ def test_a_run_arrives_whatever_the_order(place: Store, runs: list[Path]) -> Non
     assert not mirror.folder.exists()
 
 
-def test_a_thread_follows_and_says_what_is_wrong_once(
-        runs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_follows_and_reports_an_error_once(runs: list[Path], tmp_path: Path,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(runs[0], tmp_path / "run")
     sums = tmp_path / "run" / CHECKPOINT / CHECKSUMS
     good = next(p for p in sums.parent.iterdir() if p.suffix == ".distcp")

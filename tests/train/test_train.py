@@ -211,7 +211,7 @@ def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
     assert "rank=1" in err.splitlines()[-1]
 
 
-def test_what_cannot_be_trained(prepared: Prepared, tmp_path: Path) -> None:
+def test_unsuitable_data_is_refused(prepared: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="batch_size"):
         train(config(prepared, tmp_path / "a", batch_size=100_000))
     with pytest.raises(FileFormatError, match="preprocess"):
@@ -293,7 +293,7 @@ def test_a_preprocessed_log(tmp_path: Path) -> None:
     assert {"train", "valid", "end"} == {e["event"] for e in events}
 
 
-def test_configurations_that_make_no_sense(tmp_path: Path) -> None:
+def test_contradictory_configurations_are_refused(tmp_path: Path) -> None:
     for flags, pattern in (
             ({"model.name": "bert4rec"}, "model.name"), ({"model.nothing": 1}, "model.nothing"),
             ({"model.heads": 3}, "model.heads=3"), ({"data": "somewhere"}, "catalogue"),
