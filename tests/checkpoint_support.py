@@ -18,7 +18,8 @@ import oper
 from oper.integration.splitting import split_batch
 from oper.integration.torch_modules import module_spec
 from oper.integration.torchrec_modules import table_specs
-from tests.runtime_support import assert_bitwise, mixed_plan, rich_plan
+from tests.random_plans import mixed_plan, rich_plan
+from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 
 CHUNK = 512  # bytes: every table of more than 16 rows is several chunks

@@ -16,7 +16,7 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 import oper
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import Plan, uniform_plan
-from tests.runtime_support import mixed_plan
+from tests.random_plans import mixed_plan
 
 NUM_DENSE = 5
 EBC = "model.sparse_arch.embedding_bag_collection"

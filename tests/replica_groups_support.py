@@ -11,6 +11,7 @@ from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.replica_groups.groups import Background, ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.references import first_states
 
@@ -54,7 +55,7 @@ def run_groups(case: rs.Case, plan: Plan, optimizer: Optimizer, every: int, body
         number = groups.counterparts.rank
         # The rows of the first group are used.
         weights = {name: weight + number for name, weight in rs.initial_weights(case).items()}
-        tables = open_in_group(groups, rs.with_tables(plan, own.tables), case.features, optimizer,
+        tables = open_in_group(groups, rp.with_tables(plan, own.tables), case.features, optimizer,
                                weights)
         try:
             return body(tables, groups.whole.rank)
@@ -211,5 +212,5 @@ def simulated(case: rs.Case, steps: list[list[rs.Batch]], optimizer: Optimizer, 
 PLANS: dict[str, Callable[[rs.Case], Plan]] = {
     "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
     "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
-    "mixed": lambda case: rs.mixed_plan(case.tables, 2, 1),
-    "rich": lambda case: rs.rich_plan(case.tables, 2, 1, columns=True)}
+    "mixed": lambda case: rp.mixed_plan(case.tables, 2, 1),
+    "rich": lambda case: rp.rich_plan(case.tables, 2, 1, columns=True)}

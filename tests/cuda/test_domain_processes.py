@@ -9,6 +9,7 @@ from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
@@ -35,8 +36,8 @@ def _train(rank: int, world_size: int, plan: Plan) -> tuple[rs.Result, dict[str,
 def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) -> None:
     emulated.load()  # built once, not by every rank
     case = small_case("rowwise_adagrad")
-    plan = (rs.rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
-            else rs.plans_for(case.tables, 4)["mixed1"])
+    plan = (rp.rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
+            else rp.plans_for(case.tables, 4)["mixed1"])
     found = run_world(world_size, _train, plan, env={"OPER_OUTBOX_BYTES": str(4 << 20)})
     host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 2),
                             rs.OPTIMIZERS["rowwise_adagrad"])

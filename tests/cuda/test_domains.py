@@ -14,6 +14,7 @@ from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda.emulated import device_tables, on_devices, small_case
 from tests.shmem.test_traffic import assert_equal, executed
@@ -29,8 +30,8 @@ def test_sent_bytes_equal_those_of_the_host_back_end(emulation: pytest.MonkeyPat
     case = small_case("sgd")
     steps = rs.make_steps(case, 4, 2)
     domains = (0, 1, 0, 1)
-    for plan, kinds in ((rs.mixed_plan(case.tables, 4, 1), None),
-                        (rs.rich_plan(case.tables, 4, 1, columns=False),
+    for plan, kinds in ((rp.mixed_plan(case.tables, 4, 1), None),
+                        (rp.rich_plan(case.tables, 4, 1, columns=False),
                          ("row_ids", "rows", "ids", "partial_sums", "refreshed_rows"))):
         plan = replace(plan, message_bits=bits)
 
@@ -79,7 +80,7 @@ def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_
                                               wrong: int, problem: str) -> None:
     """Invalid counts are refused before memory is allocated, slots before rows are read."""
     case = small_case("sgd")
-    plan = rs.plans_for(case.tables, 2)["striped"]
+    plan = rp.plans_for(case.tables, 2)["striped"]
     (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: ThreadGroup) -> str:
@@ -99,7 +100,7 @@ def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_
 
 def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:
     case = small_case("sgd")
-    plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
+    plan = replace(rp.mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
     emulation.setattr(rs, "ShardedTables", device_tables)
     with pytest.raises(InvalidInputError, match=r"message_bits=\[32, 8\], expected 32 or 16"):
         rs.run_ranks(2, lambda g: rs.open_tables(case, plan, g, SGD(lr=0.1)),
@@ -121,7 +122,7 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
     case = small_case(optimizer)
     chosen = rs.ALL_OPTIMIZERS[optimizer]
     steps = rs.make_steps(case, 2, STEPS)
-    plans = rs.plans_for(case.tables, 2)
+    plans = rp.plans_for(case.tables, 2)
     switched: dict[int, int] = {}
     copied: list[int] = []
 
@@ -149,8 +150,8 @@ def test_moves_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch)
     case = small_case("rowwise_adagrad")
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
     steps = rs.make_steps(case, 2, 4)
-    plain = rs.plans_for(case.tables, 2)["mixed2"]
-    rich = rs.rich_plan(case.tables, 2, 1, columns=True)
+    plain = rp.plans_for(case.tables, 2)["mixed2"]
+    rich = rp.rich_plan(case.tables, 2, 1, columns=True)
 
     def between(tables: ShardedTables, step: int) -> None:
         if step in (1, 3):
@@ -165,7 +166,7 @@ def test_moves_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch)
 
 def test_a_move_is_cancelled(emulation: pytest.MonkeyPatch, on_device: None) -> None:
     case = small_case("sgd")
-    plans = rs.plans_for(case.tables, 2)
+    plans = rp.plans_for(case.tables, 2)
     steps = rs.make_steps(case, 2, 2)
 
     def body(group: Any) -> None:
@@ -213,8 +214,8 @@ def test_pulled_and_replicated_rows_and_column_pieces(
     """All counters equal the replay's."""
     case = small_case("rowwise_adagrad", weighted=size == 2)
     steps = rs.make_steps(case, size, 2)
-    for plan in (rs.plans_for(case.tables, size)["mixed1"],
-                 pulled(rs.rich_plan(case.tables, size, 1, columns=True))):
+    for plan in (rp.plans_for(case.tables, size)["mixed1"],
+                 pulled(rp.rich_plan(case.tables, size, 1, columns=True))):
         found = rs.run_ranks(size, lambda g, plan=plan: counted(
             case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], g, size == 2))
         assert_equal(case, plan, steps, found, size == 2)
@@ -224,7 +225,7 @@ def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.Mon
     """Counters equal the host back end's, which also reads rows of other domains from messages."""
     case = small_case("rowwise_adagrad")
     steps = rs.make_steps(case, 4, 2)
-    plan = pulled(rs.rich_plan(case.tables, 4, 1, columns=True))
+    plan = pulled(rp.rich_plan(case.tables, 4, 1, columns=True))
     chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
     domains = (0, 1, 0, 1)
     host = rs.run_ranks(4, lambda g: executed(case, plan, steps, chosen, g), domains=domains)
@@ -239,7 +240,7 @@ def test_pushed_rows(emulation: pytest.MonkeyPatch) -> None:
     """The forward pass counts as on the host; gradients are counted after reduction by row."""
     case = small_case("sgd", weighted=True)
     steps = rs.make_steps(case, 2, 2)
-    plan = rs.rich_plan(case.tables, 2, 2, columns=False)
+    plan = rp.rich_plan(case.tables, 2, 2, columns=False)
     host = rs.run_ranks(2, lambda g: executed(case, plan, steps, rs.OPTIMIZERS["sgd"], g))
     with on_devices(emulation):
         device = rs.run_ranks(2, lambda g: counted(case, plan, steps, rs.OPTIMIZERS["sgd"], g))

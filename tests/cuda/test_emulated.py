@@ -16,6 +16,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
 
@@ -34,7 +35,7 @@ def assert_same(host: rs.Result, device: rs.Result) -> None:
 def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, world_size: int, plan: str
                                        ) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
-    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)[plan],
+    assert_same(*both(emulation, case, rp.plans_for(case.tables, world_size)[plan],
                       rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
@@ -46,7 +47,7 @@ def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, c
                                 seed: int) -> None:
     case = rs.dlrm_case(optimizer, weighted=seed == 1)
     world_size = (2, 3, 1)[seed]
-    assert_same(*both(emulation, case, rs.rich_plan(case.tables, world_size, seed, columns),
+    assert_same(*both(emulation, case, rp.rich_plan(case.tables, world_size, seed, columns),
                       rs.ALL_OPTIMIZERS[optimizer], 2))
 
 
@@ -54,7 +55,7 @@ def test_push_and_column_pieces(emulation: pytest.MonkeyPatch, optimizer: str, c
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: str) -> None:
     case = rs.dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)
-    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed1"],
+    assert_same(*both(emulation, case, rp.plans_for(case.tables, world_size)["mixed1"],
                       rs.ALL_OPTIMIZERS[optimizer]))
 
 
@@ -79,7 +80,7 @@ def test_shapes_of_several_widths(emulation: pytest.MonkeyPatch) -> None:
 def test_weight_decay(emulation: pytest.MonkeyPatch, decoupled: bool) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     optimizer = RowWiseAdagrad(lr=0.05, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-    assert_same(*both(emulation, case, rs.plans_for(case.tables, 2)["striped"], optimizer))
+    assert_same(*both(emulation, case, rp.plans_for(case.tables, 2)["striped"], optimizer))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -87,7 +88,7 @@ def test_weight_decay(emulation: pytest.MonkeyPatch, decoupled: bool) -> None:
 def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: str) -> None:
     plain = rs.dlrm_case("rowwise_adagrad")
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
-    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed0"],
+    assert_same(*both(emulation, case, rp.plans_for(case.tables, world_size)["mixed0"],
                       rs.OPTIMIZERS["rowwise_adagrad"]))
 
 
@@ -123,7 +124,7 @@ def test_rows_fetched_once_give_the_hosts_bits(
         emulation: pytest.MonkeyPatch, world_size: int, weighted: bool, room: int | None) -> None:
     case = rs.dlrm_case("rowwise_adagrad", weighted=weighted)
     staging = _Staging(emulation, room=room)
-    assert_same(*both(emulation, case, rs.plans_for(case.tables, world_size)["mixed1"],
+    assert_same(*both(emulation, case, rp.plans_for(case.tables, world_size)["mixed1"],
                       rs.OPTIMIZERS["rowwise_adagrad"]))
     assert staging.used
 
@@ -135,7 +136,7 @@ def test_rows_fetched_once_with_push_and_columns(emulation: pytest.MonkeyPatch, 
     plain = rs.dlrm_case("rowwise_adagrad")
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
     staging = _Staging(emulation)
-    assert_same(*both(emulation, case, rs.rich_plan(case.tables, 2, seed, True),
+    assert_same(*both(emulation, case, rp.rich_plan(case.tables, 2, seed, True),
                       rs.OPTIMIZERS["rowwise_adagrad"], 2))
     assert staging.used
 
@@ -166,7 +167,7 @@ def test_dims(emulation: pytest.MonkeyPatch, dim: int) -> None:
     tables = (TableSpec("t", 50, dim, ("a",), "sum", "float32", "rowwise_adagrad"),
               TableSpec("u", 9, 8, ("b",), "mean", "float32", "rowwise_adagrad"))
     case = rs.Case(tables, ("a", "b"), base_batch=9)
-    assert_same(*both(emulation, case, rs.plans_for(tables, 2)["striped"],
+    assert_same(*both(emulation, case, rp.plans_for(tables, 2)["striped"],
                       rs.OPTIMIZERS["rowwise_adagrad"], 2))
 
 
@@ -235,7 +236,7 @@ def test_unpooled(emulation: pytest.MonkeyPatch, columns: bool) -> None:
     spec = TableSpec("t", 400, 24, ("a", "b"), "none", "float32", "rowwise_adagrad")
     other = TableSpec("u", 30, 24, ("c",), "none", "float32", "rowwise_adagrad")
     case = rs.Case((spec, other), ("b", "a", "c"))
-    plan = rs.rich_plan(case.tables, 1, 5, columns)
+    plan = rp.rich_plan(case.tables, 1, 5, columns)
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 4, (3 * 7,), generator=g)
     ids = torch.randint(0, 30, (int(lengths.sum()),), generator=g)
@@ -249,7 +250,7 @@ def test_unpooled(emulation: pytest.MonkeyPatch, columns: bool) -> None:
 
 def test_a_resolved_batch_gives_the_same_bits(on_device: None) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
-    plan = rs.plans_for(case.tables, 1)["mixed0"]
+    plan = rp.plans_for(case.tables, 1)["mixed0"]
     batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
     optimizer = rs.OPTIMIZERS["rowwise_adagrad"]
     plain = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
@@ -292,7 +293,7 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
 def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
     """A batch that was resolved in advance is resolved again if its weights were replaced."""
     case = rs.dlrm_case("sgd", weighted=True)
-    plan = rs.plans_for(case.tables, 1)["mixed0"]
+    plan = rp.plans_for(case.tables, 1)["mixed0"]
     batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
     assert batch.weights is not None
     other = replace(batch, weights=batch.weights * 2)
@@ -307,7 +308,7 @@ def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) 
     emulation.setattr(rs, "ShardedTables", device_tables)
     case = rs.dlrm_case("sgd")
     with pytest.raises(OperError, match="OPER_OUTBOX_BYTES"):
-        rs.train_virtual(case, rs.plans_for(case.tables, 2)["striped"], rs.make_steps(case, 2, 2),
+        rs.train_virtual(case, rp.plans_for(case.tables, 2)["striped"], rs.make_steps(case, 2, 2),
                          SGD(lr=1))
 
 

@@ -28,7 +28,8 @@ from tests import runtime_support
 from tests.cuda import streams
 from tests.cuda.emulated import has_gpu, load, on_devices
 from tests.integration import module_support
-from tests.runtime_support import Case, assert_bitwise, mixed_plan, rich_plan, run_ranks
+from tests.random_plans import mixed_plan, rich_plan
+from tests.runtime_support import Case, assert_bitwise, run_ranks
 from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
 
 # Dynamic tables of one and several buckets, one with two features, and a static one between them.

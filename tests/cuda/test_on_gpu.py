@@ -15,6 +15,7 @@ from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.support import map_tiers
@@ -39,8 +40,8 @@ def _train(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: int) ->
 @pytest.mark.parametrize("kind", ["mixed", "rich"])
 def test_processes_give_the_hosts_bits(kind: str, world_size: int, heap: str) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
-    make = rs.mixed_plan if kind == "mixed" else (
-        lambda *a: _on_device_only(rs.rich_plan(*a, True)))
+    make = rp.mixed_plan if kind == "mixed" else (
+        lambda *a: _on_device_only(rp.rich_plan(*a, True)))
     plan = make(case.tables, world_size, 3)
     host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 3), OPTIMIZER)
     found = run_world(world_size, _train, case, plan, 3,
@@ -86,7 +87,7 @@ def test_a_killed_rank_is_an_error(heap: str) -> None:
 def test_twenty_runs_have_the_same_bits(emulation: pytest.MonkeyPatch, world_size: int) -> None:
     case = rs.dlrm_case("rowwise_adagrad", base_batch=64)
     emulation.setattr(rs, "ShardedTables", device_tables)
-    plan = rs.mixed_plan(case.tables, world_size, 1)
+    plan = rp.mixed_plan(case.tables, world_size, 1)
     steps = rs.make_steps(case, world_size, 2)
     first = vars(rs.train_virtual(case, plan, steps, OPTIMIZER))
     for run in range(19):
@@ -101,7 +102,7 @@ def test_rows_in_host_memory(emulation: pytest.MonkeyPatch) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(
         replace(t, num_rows=t.num_rows * 40) if t.name == "large" else t for t in case.tables))
-    plan = rs.rich_plan(case.tables, 2, 4, False)
+    plan = rp.rich_plan(case.tables, 2, 4, False)
     steps = rs.make_steps(case, 2, 2)
     host = rs.train_virtual(case, plan, steps, OPTIMIZER)
     free = torch.cuda.mem_get_info()[0]

@@ -16,6 +16,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda import streams
 from tests.cuda.emulated import device_tables, has_gpu, moved
@@ -110,18 +111,18 @@ def opens_on_device(emulation: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_tables_continue_after_a_refused_batch(size: int) -> None:
-    compare(size, rs.plans_for(CASE.tables, size)["mixed1"], "id")
+    compare(size, rp.plans_for(CASE.tables, size)["mixed1"], "id")
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_lookups_without_gradients(size: int) -> None:
-    compare(size, rs.plans_for(CASE.tables, size)["mixed1"], "id", trains=False)
+    compare(size, rp.plans_for(CASE.tables, size)["mixed1"], "id", trains=False)
 
 
 @pytest.mark.parametrize("kind", SPOILED)
 @pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
 def test_every_reason(kind: str, pushes: bool) -> None:
-    plan = (rs.rich_plan(CASE.tables, 2, 1, columns=True) if pushes
+    plan = (rp.rich_plan(CASE.tables, 2, 1, columns=True) if pushes
             else uniform_plan(CASE.tables, 2, "striped"))
     compare(2, plan, kind, late=kind in ("id", "sum of lengths"))
 
@@ -142,7 +143,7 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
     """All ranks raise, and no row changes."""
     emulation.setenv("OPER_OUTBOX_BYTES", "4096")
     case = replace(CASE, base_batch=512)
-    for plan in (uniform_plan(case.tables, 2, "striped"), rs.rich_plan(case.tables, 2, 1, False)):
+    for plan in (uniform_plan(case.tables, 2, "striped"), rp.rich_plan(case.tables, 2, 1, False)):
         ((batch, _),) = rs.make_steps(case, 2, 1)
 
         def body(group: ThreadGroup, plan: Plan = plan, batch: rs.Batch = batch) -> str:
@@ -169,7 +170,7 @@ def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.Monk
     the third batch is trained."""
     emulation.setenv("OPER_OUTBOX_BYTES", "16384")
     large = replace(CASE, base_batch=512)
-    plan = rs.rich_plan(CASE.tables, 2, 1, columns=True)
+    plan = rp.rich_plan(CASE.tables, 2, 1, columns=True)
     ((too_large, _),) = rs.make_steps(large, 2, 1)
     ((batch, other),) = rs.make_steps(CASE, 2, 1, seed=1)
 

@@ -17,6 +17,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda import streams
 from tests.cuda.compiler import ROOT
@@ -171,8 +172,8 @@ ADAGRAD = rs.OPTIMIZERS["rowwise_adagrad"]
 def check(patch: pytest.MonkeyPatch, case: rs.Case, plan: str, size: int, ahead: str | None
           ) -> None:
     """Compare the host back end with ranks whose streams run as late as possible."""
-    chosen = rs.rich_plan(case.tables, size, 1, True) if plan == "rich" else (
-        rs.plans_for(case.tables, size)[plan])
+    chosen = rp.rich_plan(case.tables, size, 1, True) if plan == "rich" else (
+        rp.plans_for(case.tables, size)[plan])
     steps = rs.make_steps(case, size, 3)
     host: rs.Result = rs.train_virtual(case, chosen, steps, ADAGRAD)
     with patch.context() as inner, streams.in_use(inner, ahead):
@@ -214,6 +215,7 @@ from dataclasses import replace
 from oper.plan import uniform_plan
 from oper.shmem.device.tables import DeviceTables
 from oper.shmem.optim.optimizers import SGD
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case

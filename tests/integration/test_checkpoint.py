@@ -37,7 +37,8 @@ from tests.checkpoint_support import (
     run_ranks,
     sharded,
 )
-from tests.runtime_support import assert_bitwise, assert_near, mixed_plan, rich_plan
+from tests.random_plans import mixed_plan, rich_plan
+from tests.runtime_support import assert_bitwise, assert_near
 from tests.support import damage_record
 from tests.world_support import RankFailedError, run_world
 

@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.integration.torchrec_modules import table_specs
 from tests.checkpoint_support import random_kjt, read
-from tests.runtime_support import assert_bitwise, assert_near, mixed_plan
+from tests.random_plans import mixed_plan
+from tests.runtime_support import assert_bitwise, assert_near
 from tests.world_support import RankFailedError, run_world
 
 ROWS = {"a": 38, "b": 200}

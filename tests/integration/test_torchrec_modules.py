@@ -14,6 +14,7 @@ import oper
 from oper.errors import InvalidInputError
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.checkpoint_support import random_kjt
 from tests.dlrm_support import configs, copies, make_collection, make_kjt, plan_for, virtual_ranks
@@ -249,7 +250,7 @@ def test_plans_are_bitwise_equal(world_size: int) -> None:
                          for n, (rows, features) in TABLES.items()), tuple(ROWS))
     steps = rs.make_steps(case, world_size, 5)
     want, *others = (rs.train_virtual(case, plan, steps, oper.Adam(lr=0.01, eps=1e-4))
-                     for plan in rs.plans_for(case.tables, world_size).values())
+                     for plan in rp.plans_for(case.tables, world_size).values())
     assert any(not out.shape[0] for step in want.outputs for out in step)  # an empty batch
     for other in others:
         rs.same_bits(other, want)

@@ -15,7 +15,7 @@ from oper.integration.targets import describe, find_targets, name_tables
 from tests.programs import optimizers
 from tests.programs.models import NAMES, Batch, Spec, Table, build, whole
 from tests.programs.sides import Side, Talk, run_schedule
-from tests.runtime_support import rich_plan
+from tests.random_plans import rich_plan
 
 
 class Sharded(Side):

@@ -17,6 +17,7 @@ from oper.shmem.library import load
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.support import pushed
 from tests.world_support import run_world
@@ -28,7 +29,7 @@ RWA = rs.OPTIMIZERS["rowwise_adagrad"]
 @functools.cache
 def baseline(case: rs.Case, world_size: int) -> tuple[list[list[rs.Batch]], rs.Result]:
     steps = rs.make_steps(case, world_size, STEPS, seed=3)
-    plan = rs.plans_for(case.tables, world_size)["striped"]
+    plan = rp.plans_for(case.tables, world_size)["striped"]
     return steps, rs.train_virtual(case, plan, steps, RWA)
 
 
@@ -36,8 +37,8 @@ def baseline(case: rs.Case, world_size: int) -> tuple[list[list[rs.Batch]], rs.R
 def test_plans_of_equal_world_size_are_bitwise_equal(world_size: int, weighted: bool) -> None:
     case = rs.dlrm_case(weighted=weighted)
     steps, want = baseline(case, world_size)
-    plans = rs.plans_for(case.tables, world_size)
-    plans |= {f"mixed{seed}": rs.mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
+    plans = rp.plans_for(case.tables, world_size)
+    plans |= {f"mixed{seed}": rp.mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
     num_replicas = 0
     for name, plan in plans.items():
         got = rs.train_virtual(case, plan, steps, RWA)
@@ -70,8 +71,8 @@ def check_replicas(case: rs.Case, plan: Plan, got: rs.Result) -> int:
 def test_thread_counts_change_no_bit(world_size: int) -> None:
     case = rs.dlrm_case(weighted=True)
     steps, want = baseline(case, world_size)
-    plan = rs.plans_for(case.tables, world_size)["mixed0"]
-    rich = rs.rich_plan(case.tables, world_size, 5, columns=True)  # equal to itself alone
+    plan = rp.plans_for(case.tables, world_size)["mixed0"]
+    rich = rp.rich_plan(case.tables, world_size, 5, columns=True)  # equal to itself alone
     again = rs.train_virtual(case, rich, steps, RWA)
     for threads in (1, 2, 3):
         rs.same_bits(rs.train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
@@ -82,7 +83,7 @@ def _variant(rank: int, world_size: int, cases: list[rs.Case]) -> tuple[str, lis
     results = []
     for case in cases:
         steps = rs.make_steps(case, 1, STEPS, seed=3)
-        plan = rs.mixed_plan(case.tables, 1, 2)
+        plan = rp.mixed_plan(case.tables, 1, 2)
         results.append(rs.train_rank(case, plan, steps, RWA, SingleGroup()))
     return torch.ops.oper.kernel_name(), results
 
@@ -93,7 +94,7 @@ def test_slow_ranks_change_no_bit(kind: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, 3, STEPS, seed=3)
     plan = (pushed(uniform_plan(case.tables, 3, "striped")) if kind == "push" else
-            rs.mixed_plan(case.tables, 3, 1))
+            rp.mixed_plan(case.tables, 3, 1))
 
     def body(group, seed: int | None) -> list[torch.Tensor]:
         dawdle = random.Random(None if seed is None else 10 * seed + group.rank)
@@ -141,7 +142,7 @@ def test_a_bag_does_not_depend_on_its_batch() -> None:
     """A bag's bits are the same in any batch, since pooling is in the order of the bag."""
     case = rs.dlrm_case(max_length=40)
     batch = rs.make_batch(case, 5, 33)
-    tables = rs.open_tables(case, rs.plans_for(case.tables, 1)["striped"], SingleGroup(), None)
+    tables = rs.open_tables(case, rp.plans_for(case.tables, 1)["striped"], SingleGroup(), None)
     out = tables.lookup(batch.lookup(case))
     lengths = batch.lengths.reshape(len(case.keys), 33)
     starts = (batch.lengths.cumsum(0) - batch.lengths).reshape(len(case.keys), 33)

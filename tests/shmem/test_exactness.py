@@ -9,6 +9,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.world_support import run_world
 
@@ -32,8 +33,8 @@ def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer
     case = rs.dlrm_case(optimizer)
     num_steps = STEPS if world_size == 2 else 8  # errors of many add up alike in any world
     # Tables split by columns on two and four ranks: test_exchange.py.
-    plans = rs.plans_for(case.tables, world_size) | {
-        f"rich{seed}": rs.rich_plan(case.tables, world_size, seed, columns=world_size == 1)
+    plans = rp.plans_for(case.tables, world_size) | {
+        f"rich{seed}": rp.rich_plan(case.tables, world_size, seed, columns=world_size == 1)
         for seed in (1, 2)}
     check(case, plans[plan], optimizer, num_steps)
 
@@ -60,9 +61,9 @@ def test_many_bags_and_long_bags(weighted: bool) -> None:
     """Batches have more bags than a task handles, and bags longer than a block of resolved ids."""
     tables = (TableSpec("t", 9000, 24, ("f",), "sum"), TableSpec("m", 700, 16, ("g",), "mean"))
     many = rs.Case(tables, ("g", "f"), weighted, max_length=6, base_batch=1500)
-    check(many, rs.mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
+    check(many, rp.mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
     few = rs.Case(tables, ("f", "g"), weighted, max_length=3000, base_batch=3)
-    check(few, rs.mixed_plan(tables, 2, 2), "rowwise_adagrad", num_steps=4)
+    check(few, rp.mixed_plan(tables, 2, 2), "rowwise_adagrad", num_steps=4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -75,7 +76,7 @@ def test_keys_and_bags_that_need_more_than_32_bits(weighted: bool) -> None:
 def test_dims_that_are_not_multiples_of_four() -> None:
     tables = tuple(TableSpec(f"t{d}", 50, d, (f"f{d}",), "sum") for d in (1, 2, 3, 5, 17, 31, 1023))
     case = rs.Case(tables, tuple(f"f{t.dim}" for t in tables))
-    check(case, rs.mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
+    check(case, rp.mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
 
 
 def test_a_backward_pass_uses_its_own_batch() -> None:
@@ -105,7 +106,7 @@ def _world_body(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: li
     (2, "mixed0", "lamb"), (4, "mixed1", "rowwise_adagrad")])
 def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: str) -> None:
     case = rs.dlrm_case(optimizer)
-    chosen = rs.plans_for(case.tables, world_size)[plan]
+    chosen = rp.plans_for(case.tables, world_size)[plan]
     steps, fp32, fp64 = rs.references(case, world_size, optimizer, STEPS)
     got = rs.merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
     rs.assert_exact(case, got, fp32, fp64)

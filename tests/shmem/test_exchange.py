@@ -20,6 +20,7 @@ from oper.shmem.group.transport import ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from oper.topology import Topology
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.cuda.emulated import emulate, on_devices, small_case
 
@@ -84,12 +85,12 @@ def check(back_end: BackEnd, case: rs.Case, planner: Planner, optimizer: str,
 
 @functools.cache
 def placed(name: str) -> Planner:
-    return lambda case, world_size: rs.plans_for(case.tables, world_size)[name]
+    return lambda case, world_size: rp.plans_for(case.tables, world_size)[name]
 
 
 @functools.cache
 def rich(seed: int) -> Planner:
-    return lambda case, world_size: rs.rich_plan(case.tables, world_size, seed, columns=True)
+    return lambda case, world_size: rp.rich_plan(case.tables, world_size, seed, columns=True)
 
 
 PLACED = [("striped", (0, 1)), ("replicated", (0, 1, 0, 1)), ("owned", (0, 1, 2, 3)),
@@ -131,9 +132,9 @@ def test_rows_of_16_bits_and_two_rounds_of_squares(back_end: BackEnd, domains: t
         for k, t in enumerate(case.tables)))
     steps = rs.make_steps(case, len(domains), back_end.steps)
     for plan, chosen in (
-            (rs.rich_plan(case.tables, len(domains), 1, columns=True),
+            (rp.rich_plan(case.tables, len(domains), 1, columns=True),
              RowWiseAdagrad(lr=0.05, max_row_norm=0.01)),
-            (rs.mixed_plan(case.tables, len(domains), 1), rs.OPTIMIZERS["rowwise_adagrad"])):
+            (rp.mixed_plan(case.tables, len(domains), 1), rs.OPTIMIZERS["rowwise_adagrad"])):
         one = rs.train_virtual(case, plan, steps, chosen)
         with back_end.active():
             several = rs.train_virtual(case, plan, steps, chosen, domains=domains)
@@ -168,7 +169,7 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
     case = rs.Case(tables, ("g", "f", "h"), weighted)
     size = len(domains)
     (batches,) = rs.make_steps(case, size, 1)
-    for plan in (rs.rich_plan(tables, size, 3, columns=True), rs.mixed_plan(tables, size, 4)):
+    for plan in (rp.rich_plan(tables, size, 3, columns=True), rp.mixed_plan(tables, size, 4)):
         def body(group: ThreadGroup, plan: Plan = plan) -> Any:
             return lookups(group, case, plan, batches, pooled)
 
@@ -272,7 +273,7 @@ def test_messages_are_rounded_only_on_request(bits: Any, error: float) -> None:
     steps = rs.make_steps(case, 2, 3)
 
     def train(bits: Any) -> tuple[torch.Tensor, int]:
-        plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=bits)
+        plan = replace(rp.mixed_plan(case.tables, 2, 1), message_bits=bits)
 
         def body(group: ThreadGroup) -> tuple[torch.Tensor, int]:
             tables = rs.open_tables(case, plan, group, SGD(lr=0.5))

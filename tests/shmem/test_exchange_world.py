@@ -26,6 +26,7 @@ from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.shmem.test_traffic import as_bags
 from tests.world_support import fork, run_world, world
@@ -44,7 +45,7 @@ def _train(rank: int, world_size: int, case: rs.Case, plan: Plan,
     ("ab", [0, 1]), ("aabb", [0, 0, 1, 1]), ("abbb", [0, 1, 1, 1]), ("abcd", [0, 1, 2, 3])])
 def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
     steps = rs.make_steps(CASE, len(labels), 6)
-    plan = rs.rich_plan(CASE.tables, len(labels), 1, columns=True)
+    plan = rp.rich_plan(CASE.tables, len(labels), 1, columns=True)
     ranks = run_world(len(labels), _train, CASE, plan, steps, labels=labels)
     assert all(found == domains for found, _ in ranks)
     rs.same_bits(rs.merge_ranks([result for _, result in ranks]),
@@ -91,7 +92,7 @@ def _train_and_move(rank: int, world_size: int, plans: tuple[Plan, Plan],
 def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
     """Rows and optimizer states move to another plan over gloo while the tables are trained."""
     steps = rs.make_steps(CASE, len(labels), 8)
-    plans = rs.mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
+    plans = rp.mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
     ranks = run_world(len(labels), _train_and_move, plans, steps, labels=labels)
     assert len({step for step, _ in ranks}) == 1 and 2 < ranks[0][0] < 8, ranks[0][0]
     rs.same_bits(rs.merge_ranks([result for _, result in ranks]),

@@ -19,6 +19,7 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD, Adam, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.shmem.test_optimizers import assert_close, fbgemm_peer, train_sharded
 from tests.world_support import run_world
@@ -299,8 +300,8 @@ def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: in
     case = case_of(weighted=base == "sgd")
     steps = rs.make_steps(case, world_size, 3)
     want = rs.train_reference(case, steps, optimizer, torch.float64)
-    for plan in (rs.mixed_plan(case.tables, world_size, 1),
-                 rs.rich_plan(case.tables, world_size, 2, True),
+    for plan in (rp.mixed_plan(case.tables, world_size, 1),
+                 rp.rich_plan(case.tables, world_size, 2, True),
                  split_plan(case, world_size)):
         assert_close(train_sharded(case, plan, steps, optimizer), want, 2e-5)
     free = rs.train_reference(case, steps, BASES[base], torch.float64)
@@ -388,7 +389,7 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
     """
     case = rs.dlrm_case(weighted=True, id_dtype=ids)
     (batches,) = rs.make_steps(case, world_size, 1)
-    plan = rs.mixed_plan(case.tables, world_size, 1)
+    plan = rp.mixed_plan(case.tables, world_size, 1)
 
     def body(group):
         tables = rs.open_tables(case, plan, group, SGD(lr=0.5))

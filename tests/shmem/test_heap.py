@@ -24,6 +24,7 @@ from oper.shmem.memory.quantise import dequantise, quantise
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.support import map_tiers
 from tests.world_support import run_world
@@ -166,7 +167,7 @@ def test_tiers_in_host_memory_change_no_bit(world_size: int, every: int) -> None
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, world_size, 8)
     for seed in (1, 2):
-        plan = rs.mixed_plan(case.tables, world_size, seed)
+        plan = rp.mixed_plan(case.tables, world_size, seed)
         want = rs.train_virtual(case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"])
         got = rs.train_virtual(case, in_host(plan, every), steps, rs.OPTIMIZERS["rowwise_adagrad"])
         rs.same_bits(got, want)

@@ -18,6 +18,7 @@ from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.references import EVERY
 from tests.world_support import run_world
@@ -122,7 +123,7 @@ def test_tensors_that_kernels_would_misread_are_refused(tables: ShardedTables, f
                                      [900, 900, 900, 900]])
 def test_bags_longer_than_any_buffer(lengths: list[int]) -> None:
     """Pooling is in the order of the bag: bitwise equal to sequential addition."""
-    tables = rs.open_tables(CASE, rs.mixed_plan(TABLES, 1, 2), SingleGroup(), None)
+    tables = rs.open_tables(CASE, rp.mixed_plan(TABLES, 1, 2), SingleGroup(), None)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 50, (sum(lengths),), generator=generator)
     out = tables.lookup(Lookup(ids, torch.tensor(lengths), CASE.key_of, 2))
@@ -166,7 +167,7 @@ def test_gradients_in_any_layout(tables: ShardedTables, shape: str) -> None:
 
 def test_forward_without_gradient_is_not_collective() -> None:
     """One rank can evaluate alone, any number of times."""
-    plan = rs.mixed_plan(TABLES, 2, 0)
+    plan = rp.mixed_plan(TABLES, 2, 0)
 
     def body(group) -> torch.Tensor | None:
         tables = rs.open_tables(CASE, plan, group, SGD(lr=0.1))
@@ -396,8 +397,8 @@ def train(group, plan, mode: str, repaired_by_hand: bool, dtype: torch.dtype = t
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ignored_ids_are_replaced_as_in_fbgemm(world_size: int, dtype: torch.dtype) -> None:
     """Outputs, rows and weight gradients equal those of FBGEMM's replaced ids, under any plan."""
-    for plan in (rs.mixed_plan(WEIGHTED.tables, world_size, 1),
-                 rs.rich_plan(WEIGHTED.tables, world_size, 1, True)):
+    for plan in (rp.mixed_plan(WEIGHTED.tables, world_size, 1),
+                 rp.rich_plan(WEIGHTED.tables, world_size, 1, True)):
         got, want = (rs.run_ranks(world_size, lambda g, hand=hand, plan=plan: train(
             g, plan, "ignore", hand, dtype)) for hand in (False, True))
         rs.assert_bitwise(got, want, "ignored ids and row 0")
@@ -405,7 +406,7 @@ def test_ignored_ids_are_replaced_as_in_fbgemm(world_size: int, dtype: torch.dty
 
 def test_invalid_ids_are_counted_and_warned_of_once() -> None:
     def body(group) -> int:
-        tables = rs.open_tables(WEIGHTED, rs.mixed_plan(WEIGHTED.tables, 1, 1), group, None)
+        tables = rs.open_tables(WEIGHTED, rp.mixed_plan(WEIGHTED.tables, 1, 1), group, None)
         tables.bounds = BoundsCheck("warning", tables.features, tables.specs)
         batch, _ = spoiled(3)
         good = rs.make_batch(WEIGHTED, 5, 12).lookup(WEIGHTED)
@@ -427,7 +428,7 @@ def test_invalid_ids_are_counted_and_warned_of_once() -> None:
 
 
 def _opened(group, optimizer=None):
-    plan = rs.mixed_plan(WEIGHTED.tables, group.world_size, 1)
+    plan = rp.mixed_plan(WEIGHTED.tables, group.world_size, 1)
     tables = rs.open_tables(WEIGHTED, plan, group, optimizer)
     tables.bounds = BoundsCheck("warning", tables.features, tables.specs)
     return tables

@@ -16,6 +16,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 
 LEVELS = 255  # of 8 bits
@@ -311,7 +312,7 @@ def test_runs_repeat_bit_by_bit(bits: Any) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, 4, 3)
     chosen = RowWiseAdagrad(lr=0.05, eps=1e-8)
-    plans = [rs.rich_plan(case.tables, 4, 1, columns=True), rs.plans_for(case.tables, 4)["mixed1"]]
+    plans = [rp.rich_plan(case.tables, 4, 1, columns=True), rp.plans_for(case.tables, 4)["mixed1"]]
     for plan in plans:
         plan = replace(plan, message_bits=bits)
         one, two = (rs.train_virtual(case, plan, steps, chosen, threads, domains=(0, 1, 0, 2))

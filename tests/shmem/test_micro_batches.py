@@ -21,6 +21,7 @@ from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.references import EVERY
 from tests.world_support import report, world
@@ -118,7 +119,7 @@ def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -
     case = rs.dlrm_case(weighted=optimizer == "adam")
     size = len(domains or (0, 1))
     rule = CLIPPED if optimizer == "clipped" else EVERY[optimizer]
-    for plan in (rs.mixed_plan(case.tables, size, 1), rs.rich_plan(case.tables, size, 3, True)):
+    for plan in (rp.mixed_plan(case.tables, size, 1), rp.rich_plan(case.tables, size, 3, True)):
         whole, parts, ahead = (rs.run_ranks(size, lambda g, how=how, plan=plan: train(
             case, plan, rule, g, how), domains=domains) for how in ("whole", "parts", "ahead"))
         rs.assert_near(ahead[0], parts[0], "ahead", 2e-5)
@@ -129,7 +130,7 @@ def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -
 def test_one_rank_and_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
     case = replace(rs.dlrm_case(), tables=tables)
-    plan = rs.mixed_plan(tables, 1, 1)
+    plan = rp.mixed_plan(tables, 1, 1)
     whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how)
                     for how in ("whole", "ahead"))
     rs.assert_near(ahead, whole, "ahead", 2e-5)
@@ -137,7 +138,7 @@ def test_one_rank_and_unpooled() -> None:
 
 def test_messages_of_eight_bits_are_reproducible() -> None:
     case = rs.dlrm_case()
-    plan = replace(rs.mixed_plan(case.tables, 2, 1), message_bits=8)
+    plan = replace(rp.mixed_plan(case.tables, 2, 1), message_bits=8)
     runs = [rs.run_ranks(2, lambda g: train(case, plan, EVERY["sgd"], g, "ahead"), domains=(0, 1))
             for _ in range(2)]
     rs.assert_bitwise(runs[0], runs[1], "two runs")
@@ -146,7 +147,7 @@ def test_messages_of_eight_bits_are_reproducible() -> None:
 def test_rows_do_not_change_inside_the_block() -> None:
     """Reads, lookups and barriers inside the block see the old rows; one update follows."""
     case = rs.dlrm_case()
-    plan = rs.rich_plan(case.tables, 2, 3, True)
+    plan = rp.rich_plan(case.tables, 2, 3, True)
 
     def body(group: Any, looks: bool) -> Any:
         tables = rs.open_tables(case, plan, group, EVERY["rowwise_adagrad"])
@@ -193,7 +194,7 @@ def test_prefetched_lookups_end_with_the_update() -> None:
 @pytest.mark.parametrize("domains", [None, (0, 1)])
 def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> None:
     case = rs.dlrm_case()
-    plan = rs.rich_plan(case.tables, 2, 3, True)
+    plan = rp.rich_plan(case.tables, 2, 3, True)
 
     def body(group: Any, fails: bool) -> Any:
         tables = rs.open_tables(case, plan, group, EVERY["rowwise_adagrad"])
@@ -439,8 +440,8 @@ def test_a_peer_that_ends_inside_is_named() -> None:
 def test_equals_one_batch(world_size: int, optimizer: str) -> None:
     """The result is bitwise that of one batch, under plans of all kinds."""
     case = rs.dlrm_case(weighted=True)
-    for plan in (rs.mixed_plan(case.tables, world_size, 1),
-                 rs.rich_plan(case.tables, world_size, 3, True)):
+    for plan in (rp.mixed_plan(case.tables, world_size, 1),
+                 rp.rich_plan(case.tables, world_size, 3, True)):
         micro, whole = (rs.run_ranks(world_size, lambda g, how=how, plan=plan: train(
             case, plan, EVERY[optimizer], g, how)) for how in ("whole", "joined"))
         rs.assert_bitwise(micro, whole, "micro-batches and one batch")
@@ -450,7 +451,7 @@ def test_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
     case = replace(rs.dlrm_case(), tables=tables)
     micro, whole = (rs.run_ranks(2, lambda g, how=how: train(
-        case, rs.mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
+        case, rp.mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
         for how in ("whole", "joined"))
     rs.assert_bitwise(micro, whole, "micro-batches and one batch")
 
@@ -461,7 +462,7 @@ def test_keys_in_another_order_and_optional_weights() -> None:
     found = []
     for batches in ([((0, 1), [1, 2, 3], [1, 2], None), ((1, 0), [5, 1, 1], [1, 2], [1.0, 1, 1])],
                     [((0, 1), [1, 1, 1, 2, 3, 5], [1, 2, 2, 1], None)]):
-        tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 0), SingleGroup(), EVERY["sgd"])
+        tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 0), SingleGroup(), EVERY["sgd"])
         for m, (keys, ids, lengths, weights) in enumerate(batches):
             batch = Lookup(torch.tensor(ids, dtype=torch.int32 if m else torch.int64),
                            torch.tensor(lengths), torch.tensor(keys), len(lengths) // 2,

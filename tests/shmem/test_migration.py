@@ -15,6 +15,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
+from tests import random_plans as rp
 from tests import runtime_support as rs
 
 STEPS = 12
@@ -41,7 +42,7 @@ def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None
     chosen = rs.ALL_OPTIMIZERS[optimizer]
     case = rs.dlrm_case(optimizer)
     steps = rs.make_steps(case, world_size, STEPS)
-    plans = list(rs.plans_for(case.tables, world_size).values())
+    plans = list(rp.plans_for(case.tables, world_size).values())
     first, *others = plans if optimizer == "rowwise_adagrad" else plans[3:5]
     stayed = rs.train_virtual(case, first, steps, chosen)
     budget = 3_500_000 if any(not by_row for _, by_row in STATE_PARTS[chosen.name]) else 2_000_000
@@ -61,9 +62,9 @@ def test_to_and_from_push_and_columns(seed: int) -> None:
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
     case = rs.dlrm_case("rowwise_adagrad")
     steps, fp32, fp64 = rs.references(case, 2, "rowwise_adagrad", STEPS)
-    rich = rs.rich_plan(case.tables, 2, seed, columns=True)
-    plain = rs.mixed_plan(case.tables, 2, seed)
-    other = rs.rich_plan(case.tables, 2, seed + 10, columns=True)
+    rich = rp.rich_plan(case.tables, 2, seed, columns=True)
+    plain = rp.mixed_plan(case.tables, 2, seed)
+    other = rp.rich_plan(case.tables, 2, seed + 10, columns=True)
     for old, new in ((plain, rich), (rich, plain), (rich, other)):
         switched: dict[int, int] = {}
         moved = rs.train_virtual(case, old, steps, chosen, between=moving(new, 2_000_000, switched))
@@ -149,7 +150,7 @@ def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> No
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, 2, 5)
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
-    plan = rs.mixed_plan(case.tables, 2, 1)
+    plan = rp.mixed_plan(case.tables, 2, 1)
 
     def between(tables: ShardedTables, step: int) -> None:
         if step == START:
@@ -172,7 +173,7 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
     case = rs.dlrm_case("rowwise_adagrad")
     steps = rs.make_steps(case, 2, 6)
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
-    plan = rs.mixed_plan(case.tables, 2, 1)
+    plan = rp.mixed_plan(case.tables, 2, 1)
     other = uniform_plan(case.tables, 2, "owned")
     available = migration._available_bytes
     lock, found = threading.Lock(), []
@@ -220,7 +221,7 @@ def test_read_only_tables_move_in_one_call() -> None:
     steps = rs.make_steps(case, 2, 1)[0]
 
     def body(group: Any) -> None:
-        tables = rs.open_tables(case, rs.mixed_plan(case.tables, 2, 1), group, None)
+        tables = rs.open_tables(case, rp.mixed_plan(case.tables, 2, 1), group, None)
         batch = steps[group.rank].lookup(case)
         before = tables.forward(batch)[0].clone()
         plan = uniform_plan(case.with_optimizer("sgd").tables, 2, "replicated")
@@ -248,8 +249,8 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
     case = rs.dlrm_case(optimizer)
     size = len(domains)
     steps = rs.make_steps(case, size, STEPS)
-    rich = rs.rich_plan(case.tables, size, 2, columns=True)
-    plans = rs.plans_for(case.tables, size)
+    rich = rp.rich_plan(case.tables, size, 2, columns=True)
+    plans = rp.plans_for(case.tables, size)
     budget = 3_500_000 if optimizer == "partial_rowwise_adam" else 2_000_000
     for old, new in ((plans["owned"], plans["striped"]), (plans["mixed0"], rich),
                      (rich, plans["replicated"])):
@@ -276,7 +277,7 @@ def test_hosts_with_different_page_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ShardedTables, "page_kind",
                         property(lambda t: "2MiB" if t.group.rank else "4KiB"))
     case = rs.dlrm_case("sgd")
-    steps, plans = rs.make_steps(case, 2, STEPS), rs.plans_for(case.tables, 2)
+    steps, plans = rs.make_steps(case, 2, STEPS), rp.plans_for(case.tables, 2)
     switched: dict[int, int] = {}
     got = rs.train_virtual(case, plans["owned"], steps, rs.OPTIMIZERS["sgd"], domains=(0, 1),
                            between=moving(plans["striped"], None, switched))

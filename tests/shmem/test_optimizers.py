@@ -23,6 +23,7 @@ from oper.shmem.optim.optimizers import (
 )
 from oper.shmem.tables import ShardedTables
 from oper.tables import OPTIMIZERS, TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.references import EVERY
 
@@ -79,7 +80,7 @@ def test_training_equals_the_formula(name: str, world_size: int) -> None:
     """Compares weights, all states and outputs over steps with changing learning rates."""
     case, optimizer = small_case(), EVERY[name]
     steps = rs.make_steps(case, world_size, len(RATES))
-    got = train_sharded(case, rs.mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
+    got = train_sharded(case, rp.mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
     for dtype in (torch.float32, torch.float64):
         assert_close(got, reference(name, world_size, dtype))
 
@@ -87,7 +88,7 @@ def test_training_equals_the_formula(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_plans_are_bitwise_equal(name: str) -> None:
     case, optimizer = small_case(), EVERY[name]
-    steps, plans = rs.make_steps(case, 4, 3), rs.plans_for(case.tables, 4)
+    steps, plans = rs.make_steps(case, 4, 3), rp.plans_for(case.tables, 4)
     want, *others = (train_sharded(case, plans[plan], steps, optimizer, RATES[:3])
                      for plan in ("striped", "owned", "replicated", "mixed0"))
     for got in others:
@@ -101,7 +102,7 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
     some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
     optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
     steps = rs.make_steps(case, world_size, len(RATES))
-    got = train_sharded(case, rs.mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
+    got = train_sharded(case, rp.mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
     want = rs.train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
     # A table is not disturbed by what its neighbours use.
@@ -337,10 +338,10 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
 def test_accumulators_start_at_the_given_value(optimizer: Optimizer) -> None:
     """Accumulators have their initial value on every rank, and keep changes in a migration."""
     case = small_case().with_optimizer(optimizer.name)
-    split = rs.rich_plan(case.tables, 2, 1, columns=True)
+    split = rp.rich_plan(case.tables, 2, 1, columns=True)
 
     def body(group: object) -> dict[str, torch.Tensor]:
-        plan = rs.mixed_plan(case.tables, 2, 1)
+        plan = rp.mixed_plan(case.tables, 2, 1)
         tables = ShardedTables(plan, case.features, group, optimizer, 0.5)
         found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()

@@ -27,6 +27,7 @@ from oper.shmem.memory.numa import Node
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.shmem.test_traffic import all_plans, assert_equal, executed
 from tests.support import pushed
@@ -57,7 +58,7 @@ def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Tra
               TableSpec("u", 70, 16, ("h",), kind, optimizer="sgd"))
     case = rs.Case(tables, ("g", "f", "h"))
     (batches,) = rs.make_steps(case, group.world_size, 1)
-    opened = rs.open_tables(case, rs.mixed_plan(tables, group.world_size, 4), group, SGD(lr=0.5))
+    opened = rs.open_tables(case, rp.mixed_plan(tables, group.world_size, 4), group, SGD(lr=0.5))
     choose_pull(opened, choice)
     batch = replace(batches[group.rank].lookup(case), pooled=pooled)
     with torch.no_grad():
@@ -215,7 +216,7 @@ def some_plans(case: rs.Case, world_size: int) -> dict:
         dim = entry.table.dim
         cuts = (Piece(0, dim // 2, (tier,)), Piece(dim // 2, dim, (tier,)))
         split.append(replace(entry, pieces=cuts if dim > 8 else entry.pieces))
-    return {"mixed0": rs.mixed_plan(case.tables, world_size, 0), "striped": striped,
+    return {"mixed0": rp.mixed_plan(case.tables, world_size, 0), "striped": striped,
             "push": pushed(striped), "columns": replace(striped, tables=tuple(split))}
 
 
@@ -244,11 +245,11 @@ def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: 
 
 def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:
     case = rs.dlrm_case()
-    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
-    other = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
+    other = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
     batch = rs.make_batch(case, 3, 20)
     lookup = tables.resolve(batch.lookup(case))
-    tables.migrate(rs.with_tables(rs.mixed_plan(case.tables, 1, 2), tables.specs.values()))
+    tables.migrate(rp.with_tables(rp.mixed_plan(case.tables, 1, 2), tables.specs.values()))
     for one, found in ((tables, lookup), (other, batch.lookup(case))):
         rs.rank_loss(one.lookup(found), batch.target).backward()
     for t in case.tables:
@@ -257,7 +258,7 @@ def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:
 
 def test_sequences() -> None:
     case = replace(rs.dlrm_case(), tables=(rs.dlrm_case().table("large"),), keys=("f5",))
-    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     batch = rs.make_batch(case, 2, 50)
     lookup = replace(batch.lookup(case), pooled=False)
     with torch.no_grad():
@@ -267,7 +268,7 @@ def test_sequences() -> None:
 @pytest.mark.parametrize("size", [0, 9])
 def test_batches_without_ids(size: int) -> None:
     case = rs.dlrm_case()
-    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     empty = Lookup(torch.zeros(0, dtype=torch.int64),
                    torch.zeros(size * len(case.keys), dtype=torch.int64), case.key_of, size)
     out = tables.lookup(tables.resolve(empty))
@@ -278,7 +279,7 @@ def test_batches_without_ids(size: int) -> None:
 def test_a_bad_batch_is_refused_by_its_lookup() -> None:
     """The lookup notifies the other ranks; `resolve` does nothing for a bad batch."""
     case = rs.dlrm_case()
-    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
+    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     lookup = rs.make_batch(case, 2, 50).lookup(case)
     bad = lookup.ids.clone()
     at = int(lookup.lengths[:50 * 3].sum())  # the first id of key "f5"
@@ -294,7 +295,7 @@ def test_a_bad_batch_is_refused_by_its_lookup() -> None:
 
 def test_batches_resolved_for_other_ids_are_not_used() -> None:
     case = rs.dlrm_case(weighted=True)
-    tables = rs.open_tables(case, rs.mixed_plan(case.tables, 1, 5), SingleGroup(), None)
+    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), None)
     resolved = tables.resolve(rs.make_batch(case, 2, 50).lookup(case))
     other = rs.make_batch(case, 3, 50).lookup(case)
     assert torch.equal(tables.lookup(replace(other, resolved=resolved.resolved)),

@@ -22,6 +22,7 @@ from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.tracing import trace
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.replica_groups_support import (
     PLANS,
@@ -411,7 +412,7 @@ def test_groups_move_to_another_plan(every: int, delay: int, bits: int,
                 tables.replicas.synchronize()
                 assert changed.take() is not None
             if k == 3 and moves:
-                tables.migrate(rs.with_tables(after, [*tables.specs.values()]))
+                tables.migrate(rp.with_tables(after, [*tables.specs.values()]))
                 assert changed.take() is None  # a delta would not be enough
                 changed.restart()
         tables.replicas.synchronize()
@@ -447,7 +448,7 @@ def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         train(tables, case, steps[0][rank])
-        other = rs.with_tables(PLANS["mixed"](case), [*tables.specs.values()])
+        other = rp.with_tables(PLANS["mixed"](case), [*tables.specs.values()])
         for ranks in ((0, 1), (0, 1, 2)):  # one group, and one rank in a group
             with pytest.raises(InvalidInputError, match="construct other tables"):
                 tables.migrate(other if rank in ranks else tables.plan)

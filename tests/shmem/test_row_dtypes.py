@@ -12,6 +12,7 @@ from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.references import EVERY, philox4x32, round_stochastically, rounding_bits
 from tests.support import pushed
@@ -44,7 +45,7 @@ def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: s
     returns rows and all outputs."""
     own = case.with_optimizer(optimizer.name)
     own = narrow(own, dtype) if dtype else own
-    tables = ShardedTables(rs.with_tables(plan, own.tables), own.features, group, optimizer,
+    tables = ShardedTables(rp.with_tables(plan, own.tables), own.features, group, optimizer,
                            1.0 / group.world_size, SEED)
     for name, weight in rs.initial_weights(case).items():
         tables.write(name, weight.to(start or NARROW[dtype]))
@@ -159,8 +160,8 @@ def rounded_step(case: rs.Case, wide: dict, dtype: str, step: int = 1) -> dict[s
 def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
     """For every optimizer and kind of plan, a step is bitwise the rounded fp32 step."""
     case = rs.dlrm_case(EVERY[optimizer].name, weighted=True)
-    plans = ((1, rs.mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
-        dtype == "float16") else ((2, rs.mixed_plan(case.tables, 2, 1)),
+    plans = ((1, rp.mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
+        dtype == "float16") else ((2, rp.mixed_plan(case.tables, 2, 1)),
                                   (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
         steps = rs.make_steps(case, world_size, 1, seed=2)
@@ -185,7 +186,7 @@ def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
     optimizer = EVERY["rowwise_adagrad_l2"]
     (want, *_) = (bits(x) for x in all_ranks(
         case, uniform_plan(case.tables, world_size, "striped"), steps, optimizer, dtype))
-    plans = [rs.mixed_plan(case.tables, world_size, s) for s in range(3)]
+    plans = [rp.mixed_plan(case.tables, world_size, s) for s in range(3)]
     for plan in (*plans, uniform_plan(case.tables, world_size, "replicated")):
         for rank, found in enumerate(all_ranks(case, plan, steps, optimizer, dtype)):
             found = bits(found)
@@ -204,7 +205,7 @@ def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
 def test_threads_and_repeated_runs_change_no_bit(dtype: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, 2, 3, seed=3)
-    runs = [all_ranks(case, rs.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
+    runs = [all_ranks(case, rp.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
                       num_threads=n) for n in (1, 1, 3)]
     for other in runs[1:]:
         rs.assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
@@ -261,8 +262,8 @@ def test_dtypes_mixed_in_one_collection() -> None:
         replace(t, dtype=d) for t, d in zip(
             case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
     steps = rs.make_steps(case, 2, 1, seed=5)
-    got = all_ranks(mixed, rs.mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
+    got = all_ranks(mixed, rp.mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
     for t in mixed.tables:
-        alone = all_ranks(case, rs.mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
+        alone = all_ranks(case, rp.mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
                           torch.float32 if t.dtype == "float32" else None)
         assert torch.equal(got[0][t.name], alone[0][t.name]), t.name

@@ -18,6 +18,7 @@ from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.publication.reader import PublishedTables, Reader, shared_pairs
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.shmem.test_quantised_rows import published
 from tests.world_support import run_world
@@ -92,7 +93,7 @@ def train(case: rs.Case, tables: ShardedTables, batches: list[Lookup], by_lookup
 def test_rows_and_updates_equal_those_of_copied_bags(sizes: tuple[int, int], in_order: bool
                                                      ) -> None:
     case = rs.dlrm_case()
-    for plan in rs.plans_for(case.tables, 2).values():
+    for plan in rp.plans_for(case.tables, 2).values():
         def body(group: Any, plan: Any = plan) -> list[list[Any]]:
             batches = [make(case, 10 * group.rank + s, *sizes, in_order) for s in range(3)]
             found = []

@@ -11,7 +11,7 @@ from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import mixed_plan
+from tests.random_plans import mixed_plan
 from tests.world_support import run_world
 
 # ---- a training step allocates no new memory after the first steps -------------------------------

@@ -18,6 +18,7 @@ from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests import random_plans as rp
 from tests import runtime_support as rs
 from tests.support import pushed
 
@@ -53,7 +54,7 @@ def executed(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: 
 def assert_equal(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], found: list[Traffic],
                  trains_weights: bool = False, **options: Any) -> None:
     """Check that the counters equal those of a replay with these `options`."""
-    replay = Replay(rs.with_tables(plan, case.tables), **options)
+    replay = Replay(rp.with_tables(plan, case.tables), **options)
     total = replay.empty()
     for batches in steps:
         step = replay.step([as_bags(case, b, trains_weights) for b in batches])
@@ -67,10 +68,10 @@ def assert_equal(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], found: 
 
 
 def all_plans(case: rs.Case, world_size: int) -> dict[str, Plan]:
-    plans = rs.plans_for(case.tables, world_size)
+    plans = rp.plans_for(case.tables, world_size)
     for seed in (1, 2):
-        plans[f"push{seed}"] = rs.rich_plan(case.tables, world_size, seed, columns=False)
-        plans[f"push, columns{seed}"] = rs.rich_plan(case.tables, world_size, seed, columns=True)
+        plans[f"push{seed}"] = rp.rich_plan(case.tables, world_size, seed, columns=False)
+        plans[f"push, columns{seed}"] = rp.rich_plan(case.tables, world_size, seed, columns=True)
     return plans
 
 
@@ -91,7 +92,7 @@ def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: st
 def test_squares_of_clipped_rows_equal_the_replay(optimizer: Any) -> None:
     case = rs.dlrm_case(optimizer.name)
     steps = rs.make_steps(case, 2, 3)
-    plan = rs.rich_plan(case.tables, 2, 1, columns=True)
+    plan = rp.rich_plan(case.tables, 2, 1, columns=True)
     found = rs.run_ranks(2, lambda g: executed(case, plan, steps, optimizer, g))
     assert found[0].counts[KIND["squares"]].sum() > 0
     assert_equal(case, plan, steps, found, clipped=[t.name for t in case.tables])
@@ -100,7 +101,7 @@ def test_squares_of_clipped_rows_equal_the_replay(optimizer: Any) -> None:
 def test_weights_and_their_gradients_are_counted() -> None:
     case = replace(rs.dlrm_case(), weighted=True, id_dtype=torch.int32)
     steps = rs.make_steps(case, 2, 3)
-    plan = rs.rich_plan(case.tables, 2, 3, columns=True)
+    plan = rp.rich_plan(case.tables, 2, 3, columns=True)
     for trains_weights in (False, True):
         found = rs.run_ranks(2, lambda g, trains=trains_weights: executed(
             case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], g, trains_weights=trains),
@@ -112,7 +113,7 @@ def test_weights_and_their_gradients_are_counted() -> None:
 def test_reads_without_gradients_and_reset() -> None:
     """A lookup without gradients reads pushed tiers directly; a reset sets counters to zero."""
     case = rs.dlrm_case("sgd")
-    plan = rs.rich_plan(case.tables, 2, 1, columns=False)
+    plan = rp.rich_plan(case.tables, 2, 1, columns=False)
     (batches,) = rs.make_steps(case, 2, 1)
 
     def body(group: Any) -> tuple[Traffic, Traffic]:
@@ -122,7 +123,7 @@ def test_reads_without_gradients_and_reset() -> None:
         found = tables.traffic(reset=True)
         return found, tables.traffic()
 
-    own = rs.with_tables(plan, case.tables)
+    own = rp.with_tables(plan, case.tables)
     expected = Replay(own, training=False).step([as_bags(case, b) for b in batches])
     for (found, after), mine in zip(rs.run_ranks(2, body), expected, strict=True):
         assert np.array_equal(found.counts, mine.counts) and found.num_forward == 1
@@ -140,7 +141,7 @@ def check(case: rs.Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, *
     steps = rs.make_steps(case, world, 3)
     found = rs.run_ranks(world, lambda g: executed(case, plan, steps, optimizer, g,
                                                    ShardedTables.sent_bytes), domains=domains)
-    own = rs.with_tables(plan, case.with_optimizer(optimizer.name).tables)
+    own = rp.with_tables(plan, case.with_optimizer(optimizer.name).tables)
     replay = WireReplay(own, domains, training=True, **options)
     total = sum(replay.step([as_bags(case, b) for b in batches]) for batches in steps)
     for k, kind in enumerate(SENT):
@@ -248,7 +249,7 @@ def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(replace(t, dtype="float16") if t.name == "large" else t
                                       for t in case.tables))
-    plan = replace(rs.rich_plan(case.tables, 2, 1, columns=True), message_bits=bits)
+    plan = replace(rp.rich_plan(case.tables, 2, 1, columns=True), message_bits=bits)
     assert min(p.stop - p.start for t in plan.tables for p in t.pieces) < 3
     check(case, plan, (0, 1), RowWiseAdagrad(lr=0.05, max_row_norm=0.01),
           clipped=[t.name for t in case.tables])
