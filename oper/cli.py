@@ -50,8 +50,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the command-line parser; only the subcommand `command` is imported and gets its
     arguments."""
     parser = argparse.ArgumentParser(
-        prog="oper", description="Statistics-driven placement of embedding tables.",
-        epilog="'oper COMMAND --help' explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
+        prog="oper",
+        description="Place the rows of embedding tables by how often they are looked up; train and "
+                    "serve models with them.",
+        epilog="The usual order is preprocess, analyze, plan, train, serve. 'oper COMMAND --help' "
+               "explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
                "3 no plan fits the machine, 130 interrupted. OPER_DEBUG=1 prints tracebacks.")
     parser.add_argument("--version", action="version", version=f"oper {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

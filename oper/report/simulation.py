@@ -20,7 +20,7 @@ from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import MessageBits
 from oper.plan import Plan
 from oper.rows.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
-from oper.search import verbs
+from oper.search import plan_flags, verbs
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import Problem
@@ -40,14 +40,14 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", metavar="STATS",
                         help="statistics for the predicted figures (default: of the folder's "
                              "training part); without --trace, batches are drawn from them")
-    verbs.add_machine(parser, required=False)
+    plan_flags.add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
                         help="maximum number of steps (default 20)")
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
                         help="tables with row gradients clipped by norm (max_row_norm); '*' = all")
-    verbs.add_message_bits(parser, "default: the plan's")
+    plan_flags.add_message_bits(parser, "default: the plan's")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from oper.errors import UsageError
-from oper.search import verbs
+from oper.search import plan_flags, verbs
 from oper.support.flags import number
 
 
@@ -46,7 +46,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in time order")
     sub.add_argument("--plan", metavar="PLAN",
                      help="the plan in use: also model when a new plan pays off")
-    verbs.add_machine(sub, required=False)
+    plan_flags.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="with --plan: GB/s at which a rank copies rows to a new plan "
                           "(default 1)")

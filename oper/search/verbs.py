@@ -12,89 +12,23 @@ from typing import Any
 
 from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import EXACT, MessageBits
-from oper.plan import OBJECTIVES, SYNCHRONIZE_BITS, Plan
+from oper.plan import Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
+from oper.search.plan_flags import add_machine, add_overlap, allowed
+from oper.search.plan_flags import configure_plan as configure_plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
-from oper.search.problem.space import EVERYTHING, check_allow, used_features
+from oper.search.problem.space import check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
-from oper.support.flags import KEY_RULES, add_key_rules, name_values, number, text_for, whole
-from oper.tables import (
-    CODE_BITS,
-    DTYPES,
-    KEY_EVICTIONS,
-    OPTIMIZERS,
-    TableSpec,
-    format_bytes,
-)
+from oper.support.flags import KEY_RULES, name_values, text_for, whole
+from oper.tables import CODE_BITS, KEY_EVICTIONS, TableSpec, format_bytes
 from oper.topology import Topology
 
 _DYNAMIC = "dynamic"  # a plan's note, see `_dynamic`
 _SHARED = "samples_per_bag"  # a plan's note: `AccessStats.samples_per_bag`
-
-
-def configure_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper plan``."""
-    parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
-    parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
-    _add_overlap(parser)
-    add_message_bits(parser, "stored in the plan (default 32, exact)")
-    parser.add_argument("--message-variance", type=number(above=True), metavar="V",
-                        help="choose the bits by table, so that the mean squared rounding error, "
-                             "relative to the squares of rows read and of gradients, is at most V "
-                             "(1.6e-5 usually allows 16 bits everywhere)")
-    parser.add_argument("--synchronize-every", type=whole(1), metavar="K",
-                        help="choose the number of replica groups, each with all tables, that are "
-                             "synchronized after K updates; the plan is for the ranks of a group "
-                             "(default: one group)")
-    parser.add_argument("--synchronize-delay", type=whole(0), default=0, metavar="D",
-                        help="number of updates made while the rows of a synchronization are sent, "
-                             "at most K, and 0 if K is 1 (default 0: training waits)")
-    parser.add_argument("--synchronize-bits", type=whole(8, 32), default=32,
-                        choices=SYNCHRONIZE_BITS,
-                        help="bits per number of the rows (if K is 1, gradients) that groups send "
-                             "to each other (default 32, exact)")
-    add_machine(parser)
-    _add_tables(parser)
-    _add_dynamic(parser)
-    parser.add_argument("--objective", choices=OBJECTIVES, default="training",
-                        help="workload of the plan (default training)")
-    parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
-                        help="samples per rank and step (default 2048)")
-    parser.add_argument("--user-features", metavar="NAMES",
-                        help="features, separated by commas, that a request names once for all of "
-                             "its --candidates; their rows are looked up once")
-    parser.add_argument("--candidates", type=number(1.0), metavar="N",
-                        help="samples per request, which share its user features; for 'oper "
-                             "serve' at most 64, since it looks rows up again for every 64 samples")
-    parser.add_argument("--constraints", metavar="FILE",
-                        help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
-    parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
-                        help="placements and modes that the plan may use, separated by commas: "
-                             "replicated, striped, owned, pull, push, columns, host, per_host; or "
-                             "everything (all but per_host). Default: those that suit the "
-                             "topology, and host memory if rows do not fit without it")
-    parser.add_argument("--effort", choices=("fast", "thorough"), default="fast",
-                        help="effort of the search and of raising the bound (default fast)")
-    parser.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
-    parser.add_argument("--target-gap", type=number(), default=0.01, metavar="X",
-                        help="stop when the gap to the bound is at most this (default 0.01)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of the search (default 0)")
-    parser.add_argument("--start", metavar="PLAN",
-                        help="start from a plan of the same tables and ranks; the new plan is "
-                             "never slower")
-    parser.add_argument("--request-rate", type=number(above=True), metavar="R",
-                        help="samples per second, for inference with --latency-bound; chooses "
-                             "the replicas and batching that need the least memory")
-    parser.add_argument("--latency-bound", type=number(above=True), metavar="MS",
-                        help="upper limit of the 99th percentile of latency, milliseconds")
-    parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
-                        help="dense compute of a batch, microseconds, for --latency-bound")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
-
 
 #: Options of ``oper plan`` that a plan for a latency bound does not use, and their defaults.
 _UNUSED_FOR_LATENCY: dict[str, Any] = {
@@ -123,7 +57,7 @@ def run_plan(args: argparse.Namespace) -> int:
     def problem_on(machine: Topology) -> Problem:
         problem = make_problem(
             _tables(args, stats), stats, machine, objective=args.objective,
-            batch_size=args.batch_size, allow=_allowed(args.allow),
+            batch_size=args.batch_size, allow=allowed(args.allow),
             constraints=None if args.constraints is None else read_constraints(args.constraints))
         return replace(with_overlap(problem, parse_argument(args.overlap)),
                        message_bits=_message_bits(args))
@@ -211,7 +145,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate the plan with "
                                                  "(default: all rows of a table equally hot)")
-    _add_overlap(parser)
+    add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
     parser.add_argument("--diff", metavar="OTHER", help="compare with another plan of the same "
@@ -269,7 +203,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan'")
     parser.add_argument("--stats", metavar="STATS", required=True,
                         help="the statistics that the plan was made from")
-    _add_overlap(parser)
+    add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
@@ -400,50 +334,6 @@ def _stats(args: argparse.Namespace) -> AccessStats | None:
     return None if args.stats is None else AccessStats.load(args.stats)
 
 
-def _add_overlap(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
-                        type=text_for(lambda text: parse_argument([text])),
-                        help="microseconds of dense compute (one number, or one per rank separated "
-                             "by commas) that overlap with forward, backward, update or resolve")
-
-
-def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--message-bits``, the precision of messages between hosts; `what` ends its help."""
-    parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
-                        help="bits per number in messages between hosts: 32, 16, 8 or 4, or one "
-                             "for answers and one for gradients as in 16,8, or by table as in "
-                             f"'user=8;item=16,8' (other tables: 32); {what}")
-
-
-def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add ``--topology`` and ``--world-size``."""
-    parser.add_argument("--topology", metavar="NAME|FILE", required=required,
-                        help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
-    parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
-                        help="number of ranks, for this-host (default 2)")
-
-
-def _add_tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dim", type=whole(1), metavar="D",
-                        help="columns of every table (default 64)")
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS),
-                        help="optimizer of every table (default rowwise_adagrad)")
-    parser.add_argument("--dtype", choices=DTYPES,
-                        help="type of every table's rows (default float32; int8 and int4 for "
-                             "inference)")
-    parser.add_argument("--tables", metavar="FILE",
-                        help="JSON list of tables (name, num_rows, dim, ...); replaces --dim, "
-                             "--optimizer and --dtype")
-
-
-def _add_dynamic(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dynamic-rows", metavar="ROWS",
-                        help="statistics are of raw keys: plan dynamic tables with this number of "
-                             "rows, or with numbers by table as in 'C3=4000000;C9=1000' (other "
-                             "tables: static)")
-    add_key_rules(parser)
-
-
 def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str, Any]]:
     """Return by table the fields of `DynamicRows` that ``--dynamic-rows`` and `KEY_RULES` state,
     with times in updates, and ``samples_per_update``."""
@@ -505,12 +395,6 @@ def _change(text: str) -> None:
     from oper.search.explain import what_if
 
     what_if.parse_change(text)
-
-
-def _allowed(text: str | None) -> frozenset[str] | None:
-    if text is None:
-        return None
-    return EVERYTHING if text == "everything" else check_allow(x.strip() for x in text.split(","))
 
 
 def read_constraints(path: str) -> dict[str, Any]:

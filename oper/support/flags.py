@@ -50,7 +50,7 @@ def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
 KEY_RULES = ("admit_after", "eviction", "half_life", "time_to_live")
 
 
-def add_key_rules(parser: argparse.ArgumentParser) -> None:
+def add_key_rules(parser: argparse._ActionsContainer) -> None:
     """Add the flags `KEY_RULES`; all are None by default."""
     parser.add_argument("--admit-after", type=whole(1), metavar="N",
                         help="occurrences after which a key of a dynamic table gets a row "
