@@ -42,10 +42,11 @@ def records() -> str:
     rows = []
     for path in sorted(FOLDER.glob("*.json")):
         value = load(path.stem)
-        told = [c["verified"] for c in value["cases"] if "verified" in c]
+        verified = [c["verified"] for c in value["cases"] if "verified" in c]
         machine = value["machine"]
         rows.append([f"`{path.name}`", f"`{value['command']}`", f"{len(value['cases'])}",
-                     f"{sum(told)}" if told else "-", f"{machine['cpu']}, {machine['cores']} cores",
+                     f"{sum(verified)}" if verified else "-",
+                     f"{machine['cpu']}, {machine['cores']} cores",
                      str(value["versions"].get("torch", "-"))])
     return table(["file", "made by", "cases", "verified", "machine", "torch"], rows, 9)
 

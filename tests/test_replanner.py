@@ -270,7 +270,7 @@ def _name(run: _Run) -> str:
     return run.model.tables.plan.tables[0].table.name
 
 
-def _told(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
+def _recording_replan(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
     """Make a stand-in for `replan` that returns stated step times of old and new plan, and the time
     of the move, in us.
 
@@ -278,18 +278,18 @@ def _told(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
     """
     real = decision.replan
 
-    def told(plan: Any, stats: Any, topology: Topology, **options: Any) -> Any:
+    def recording(plan: Any, stats: Any, topology: Topology, **options: Any) -> Any:
         found = real(plan, stats, topology, **options)
         return replace(found, old_step_us=old_us, new_step_us=new_us, copy_us=copy_us)
 
-    return told
+    return recording
 
 
 def _moves_when_it_has_paid(rank: int, world_size: int) -> dict[str, Any]:
     run = _Run(rank, lambda n: [FAST, SLOW])
     # Moving takes 30 ms and saves 2 ms per step: it pays after 15 steps, in the window of steps
     # 12 to 16.
-    watch.replan = _told(20e3, 18e3, 30e3)
+    watch.replan = _recording_replan(20e3, 18e3, 30e3)
     first = run.train("usual", 3 * WINDOW + 1)
     before = run.model.tables.read(_name(run))
     seen = run.train("slow", 4 * WINDOW - 1)
@@ -318,7 +318,7 @@ def test_tables_move_once_the_time_lost_equals_the_cost_of_the_move() -> None:
 
 def _links_recover(rank: int, world_size: int) -> dict[str, Any]:
     run = _Run(rank, lambda n: [FAST, SLOW])
-    watch.replan = _told(20e3, 18e3, 30e3)
+    watch.replan = _recording_replan(20e3, 18e3, 30e3)
     plan = run.model.tables.plan
     run.train("usual", 3 * WINDOW)
     seen = run.train("slow", 2 * WINDOW + 1)

@@ -300,16 +300,16 @@ def test_a_forked_child_reads_and_changes_nothing() -> None:
     passed = sharded(torch.tensor([[1]]))
     child = os.fork()
     if not child:
-        told = 0
+        num_errors = 0
         for change in (lambda: sharded(torch.tensor([[1]])), passed.sum().backward,
                        lambda: sharded.load_state_dict({"weight": torch.zeros(20, 4)})):
             try:
                 change()
             except oper.OperError as error:
-                told += "forked" in str(error)
+                num_errors += "forked" in str(error)
         with torch.no_grad():
             same = torch.equal(sharded(torch.tensor([[1]]))[0], before[1])
-        os._exit(0 if told == 3 and same else 1)
+        os._exit(0 if num_errors == 3 and same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(sharded.state_dict()["weight"], before)
     passed.sum().backward()

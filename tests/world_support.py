@@ -33,8 +33,8 @@ class World:
     """Processes of one gloo group that run `body(rank, world_size, *args)`.
 
     A rank may report with `report(value)` before it ends; its return value is its last report.
-    `told()` returns to a rank what `send` has sent to it. `labels`: a letter for each rank; ranks
-    with different letters share no memory; empty = all share.
+    In a rank, `received()` returns the value that `send` has sent to it. `labels`: a letter for
+    each rank; ranks with different letters share no memory; empty = all share.
 
     Attributes:
         deadline: time on the clock of `time.monotonic` until which reports are awaited.
@@ -67,7 +67,7 @@ class World:
         return [p.pid or 0 for p in self.processes]
 
     def send(self, rank: int, value: Any) -> None:
-        """Send a rank the result of its next `told()`; raises OSError if it has ended."""
+        """Send a rank the result of its next `received()`; raises OSError if it has ended."""
         self._pipes[rank].send_bytes(pickle.dumps(value))
 
     def receive(self, rank: int) -> Any:
@@ -131,7 +131,7 @@ def report(value: Any) -> None:
     _send(True, value)
 
 
-def told() -> Any:
+def received() -> Any:
     """Wait, in a rank, for the next value that the test sends."""
     assert _pipe is not None, "not a rank of a World"
     return pickle.loads(_pipe.recv_bytes())

@@ -132,13 +132,13 @@ def _check_dtypes(collection: Collection) -> None:
         return
     for config, (_, weight) in zip(configs_of(collection), collection.named_parameters(),
                                    strict=True):
-        told = _DTYPES.get(config.data_type)
+        declared = _DTYPES.get(config.data_type)
         held = str(weight.dtype).removeprefix("torch.")
         # TorchRec's unsharded collection allocates BF16 tables as float16.
-        if told not in (None, held) and (told, held) != ("bfloat16", "float16"):
+        if declared not in (None, held) and (declared, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
                 f"cannot shard table {config.name!r}", "dtype of its weight", held,
-                f"{told}, the data_type in its configuration",
+                f"{declared}, the data_type in its configuration",
                 "set data_type in its configuration instead of converting the module")
 
 

@@ -189,19 +189,19 @@ class Client:
     def model(self) -> str:
         """The model's name on the server."""
         if self._model is None:
-            self._model = str(self._told("/v2", "parameters", "model"))
+            self._model = str(self._fetched("/v2", "parameters", "model"))
         return self._model
 
     def metadata(self) -> dict[str, Any]:
         """Return the model's inputs and outputs; ``parameters`` contains its features."""
-        found: dict[str, Any] = self._told(self._model_path)
+        found: dict[str, Any] = self._fetched(self._model_path)
         return found
 
     @property
     def _model_path(self) -> str:
         return f"/v2/models/{urllib.parse.quote(self.model, safe='')}"
 
-    def _told(self, path: str, *keys: str) -> Any:
+    def _fetched(self, path: str, *keys: str) -> Any:
         """Return the JSON object at `path`, or the value in it selected by the nested `keys`."""
         data = self._call("GET", path)[1]
         try:

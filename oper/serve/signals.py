@@ -31,14 +31,14 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._told) for number in OURS}
+        self._before = {number: signal.signal(number, self._on_signal) for number in OURS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         setattr(self, _EFFECTS.get(number, "stop"), True)
         if self.stop and self.interrupts:
             raise KeyboardInterrupt

@@ -39,7 +39,7 @@ emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces c
 ROOT = Path(__file__).resolve().parents[2]
 TINY = workload.Workload((3000, 400, 30), 16, 256, 4, lengths=(4, 1, 4))
 CASE = Case("tiny", Links(2, 50), TINY, num_batches=4, num_stats_batches=4, timed_s=0.1)
-# What another process does until it is told to end.
+# The program of another process, which runs until it is killed.
 _BUSY = """
 import subprocess, sys, time
 from oper.bench.cluster.network import Links, cluster
@@ -239,8 +239,8 @@ def test_no_namespace_is_left(number: signal.Signals) -> None:
 def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert cli.main(["bench", "cluster", "--quick"]) == 1
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1 and "root" in told[0] and "sudo" in told[0]
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1 and "root" in printed[0] and "sudo" in printed[0]
 
 
 class _Refused(Contender):

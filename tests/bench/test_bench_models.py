@@ -113,11 +113,11 @@ def graph(k: int, *edges: tuple[int, int]) -> np.ndarray:
     (graph(4, (2, 1), (0, 3)), 3, 2, 0.5, 0.5)])
 def test_a_graph_is_compared_edge_by_edge(found: np.ndarray, shd: int, undirected: int,
                                           true: float, false: float) -> None:
-    told = compare(graph(4, (0, 1), (1, 2)), found)
-    assert (told["shd"], told["shd_undirected"]) == (shd, undirected)
-    assert told["true_positive_rate"] == true
-    assert told["false_discovery_rate"] == pytest.approx(false)
-    assert told["false_positive_rate"] == pytest.approx(((found | found.T).sum() / 2
+    scores = compare(graph(4, (0, 1), (1, 2)), found)
+    assert (scores["shd"], scores["shd_undirected"]) == (shd, undirected)
+    assert scores["true_positive_rate"] == true
+    assert scores["false_discovery_rate"] == pytest.approx(false)
+    assert scores["false_positive_rate"] == pytest.approx(((found | found.T).sum() / 2
                                                          - 2 * true) / 4)
 
 

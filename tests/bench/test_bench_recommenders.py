@@ -47,9 +47,9 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
         abs=2e-6)
     assert "movietweetings/last-two/macridvae minus multvae: ndcg@10" in printed
     kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]")
-    told, retold = ([line for line in text.splitlines() if "NOISY" not in line]
+    first, second = ([line for line in text.splitlines() if "NOISY" not in line]
                     for text in (printed, again))
-    assert told == retold  # nothing trained anew
+    assert first == second  # nothing trained anew
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
 
 
@@ -240,8 +240,8 @@ def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.Mon
     assert calls == 4 + 1 + 2  # the rest of the second trial, and the result
     whole = search("b")
     for entry in (found, whole):
-        for told in (*entry["search"]["trials"], *entry["runs"]):
-            told.pop("seconds")
+        for run_or_trial in (*entry["search"]["trials"], *entry["runs"]):
+            run_or_trial.pop("seconds")
     assert found == whole
 
 

@@ -253,22 +253,22 @@ def test_a_refused_batch_changes_no_directory(emulation: pytest.MonkeyPatch) -> 
 
     def body(group: ThreadGroup, refuses: bool) -> tuple[Trained, list[str]]:
         tables = open_dynamic(plan, group, rules)
-        outputs, told = [], []
+        outputs, messages = [], []
         for step in range(3):
             if refuses and step == 1:
                 try:
                     step_of(tables, spoiled if group.rank == 1 else feed(2)(7, 0))
                     tables.synchronize()
                 except OperError as error:
-                    told.append(str(error))
+                    messages.append(str(error))
             outputs.append(step_of(tables, feed(2)(step, group.rank)))
-        return found_in(tables, outputs), told
+        return found_in(tables, outputs), messages
 
     with on_devices(emulation):
         after, plain = ([*run_ranks(2, lambda group, refuses=refuses: body(group, refuses))]
                         for refuses in (True, False))
-    for (found, told), (wanted, _) in zip(after, plain, strict=True):
-        assert len(told) == 1
+    for (found, messages), (wanted, _) in zip(after, plain, strict=True):
+        assert len(messages) == 1
         assert found.clocks == wanted.clocks == {"few": 3, "many": 3}
         for field in ("records", "outputs", "rows"):
             assert_bitwise(getattr(found, field), getattr(wanted, field), field)
@@ -282,15 +282,15 @@ def test_more_keys_than_the_outbox_holds(emulation: pytest.MonkeyPatch) -> None:
         tables = open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"many": RULES[0]})
         num = 101 if group.rank == 1 else 1
         ids = {key: [[*range(num)]] if key == "n" else [[1]] for key in CASE.keys}
-        told = ""
+        messages = ""
         try:
             step_of(tables, batch_of(ids))
             tables.synchronize()
         except OperError as error:
-            told = str(error)
+            messages = str(error)
         step_of(tables, batch_of({key: [[1]] for key in CASE.keys}))
         tables.barrier()
-        return told, {"clock": tables.keys.clock("many"),
+        return messages, {"clock": tables.keys.clock("many"),
                       "rows": tables.keys.counts("many").occupied}
 
     with on_devices(emulation):
@@ -315,11 +315,11 @@ def test_a_gradient_for_a_row_that_has_another_key(emulation: pytest.MonkeyPatch
         step_of(tables, batch(2))
         nothing = torch.empty(0, dtype=torch.int64)
         step_of(tables, Lookup(nothing, nothing, case.key_of, 0))  # an update, of no rows
-        with pytest.raises(InvalidInputError, match="lost their rows") as told:
+        with pytest.raises(InvalidInputError, match="lost their rows") as messages:
             late.sum().backward()
         step_of(tables, batch(2))
         new = tables.keys.new_rows()
-        return str(told.value), [*tables.keys.read("one", "keys", 0, 1)[0].tolist(), len(new)]
+        return str(messages.value), [*tables.keys.read("one", "keys", 0, 1)[0].tolist(), len(new)]
 
     host = body()
     with on_devices(emulation):
@@ -389,9 +389,9 @@ def test_clock_at_its_end(emulation: pytest.MonkeyPatch) -> None:
 
 def test_several_memory_domains_are_refused(emulation: pytest.MonkeyPatch) -> None:
     def body(group: ThreadGroup) -> str:
-        with pytest.raises(InvalidInputError, match="memory domains=2") as told:
+        with pytest.raises(InvalidInputError, match="memory domains=2") as messages:
             open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"few": RULES[0]})
-        return str(told.value)
+        return str(messages.value)
 
     with on_devices(emulation):
         run_ranks(2, body, domains=(0, 1))

@@ -97,9 +97,9 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
                     for refuses in (True, False))
     for rank in range(size):
         rs.assert_bitwise(after[rank][0], plain[rank][0], "after an error")
-        (told,) = after[rank][1]
+        (message,) = after[rank][1]
         mine = rank == size - 1 or not trains
-        assert re.search(words if mine else f"refused its batch.*rank={size - 1}", told), told
+        assert re.search(words if mine else f"refused its batch.*rank={size - 1}", message), message
         assert not plain[rank][1]
 
 
@@ -149,20 +149,20 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
         def body(group: ThreadGroup, plan: Plan = plan, batch: rs.Batch = batch) -> str:
             tables = rs.open_tables(case, plan, group, OPTIMIZER)
             before = [tables.read(name) for name in tables.specs]
-            told = ""
+            message = ""
             try:
                 train(tables, batch)
                 tables.synchronize()  # type: ignore[attr-defined]
             except OperError as error:
-                told = str(error)
+                message = str(error)
             tables.barrier()
             rs.assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
             tables.barrier()
             tables.close()
-            return told
+            return message
 
-        for told in rs.run_ranks(2, body):
-            assert "OPER_OUTBOX_BYTES" in told
+        for message in rs.run_ranks(2, body):
+            assert "OPER_OUTBOX_BYTES" in message
 
 
 def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.MonkeyPatch) -> None:

@@ -262,11 +262,11 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("fault, told", [
+@pytest.mark.parametrize("fault, message", [
     ("neighbours", "a kernel of device {0} accesses the arena of device {1}"),
     ("ids", "a kernel of device {0} accesses memory of device {1}"),
     ("keys", "host code for device {0} accesses memory of device {0}"), ("none", "")])
-def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, told: str) -> None:
+def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, message: str) -> None:
     process = Forked([sys.executable, "-c", _PROGRAM.format(fault=fault)], text=True,
                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
@@ -274,4 +274,4 @@ def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, tol
         assert process.returncode == 0 and out == "done\n", err
     else:
         assert process.returncode != 0 and out == ""
-        assert any(told.format(a, 1 - a) in err for a in range(2)), err
+        assert any(message.format(a, 1 - a) in err for a in range(2)), err

@@ -82,7 +82,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", SMALL)
     rng = random.Random(1)
     kills = 0
-    for workers, runs, told in (("1", 7, "alone\n"), ("2", 4, "shared\n")):
+    for workers, runs, printed in (("1", 7, "alone\n"), ("2", 4, "shared\n")):
         target, said = tmp_path / f"out{workers}", set()
         for _ in range(runs):  # the last run is not killed; `oper bench data` kills ten times
             done = forked.run("-c", KILLED, log, str(target), workers, str(rng.randint(1, 80)))
@@ -90,7 +90,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
             kills += done.returncode == -signal.SIGKILL
             if target.exists():
                 break
-        assert told in said <= {told, ""}  # nothing if it was killed before its tasks
+        assert printed in said <= {printed, ""}  # nothing if it was killed before its tasks
         if not target.exists():
             preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
         assert digest(target) == digest(tmp_path / "undisturbed")

@@ -127,11 +127,11 @@ def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: P
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run, of the same or another job, starts while the first one uploads its files."""
     log, out = str(local / "train.txt"), f"file://{local}/stored"
-    upload, told = store.upload, []
+    upload, results = store.upload, []
 
     def held(folder: Path, url: str, last: Any) -> None:
         monkeypatch.setattr(store, "upload", upload)
-        others = [threading.Thread(target=lambda options=options: told.append(run(options)))
+        others = [threading.Thread(target=lambda options=options: results.append(run(options)))
                   for options in (PreprocessOptions(), PreprocessOptions(force=True),
                                   PreprocessOptions(min_count=1))]
         for other in others:
@@ -152,8 +152,8 @@ def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: P
     job = preprocess(CRITEO, [log], out)["job"]
     for other in running:
         other.join()
-    assert sorted(t == job for t in told) == [False, True, True], told
-    assert "--force" in next(t for t in told if t != job)
+    assert sorted(t == job for t in results) == [False, True, True], results
+    assert "--force" in next(t for t in results if t != job)
     assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
     assert not [p for p in scratch.rglob("*") if p.is_file()]
 

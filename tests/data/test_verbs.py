@@ -167,7 +167,7 @@ CSV = "user,item,price,stars,when\n" + "".join(
     for k in range(20_000))
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert run("preprocess", *words, "--dry-run", "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -178,12 +178,12 @@ def test_a_dry_run_describes_the_columns(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "log.csv.gz"
     path.write_bytes(gzip.compress(CSV.encode()))
     before = sorted(tmp_path.iterdir())
-    columns = told(capsys, "csv", str(path))["columns"]
+    columns = dry_run(capsys, "csv", str(path))["columns"]
     assert [(c["name"], c["type"]) for c in columns] == [
         ("user", "string"), ("item", "int64"), ("price", "double"), ("stars", "int64"),
         ("when", "int64")]
     assert columns[0]["distinct"] == 7 and columns[2]["missing"] == pytest.approx(0.25, abs=0.01)
-    found = told(capsys, "csv", str(path), "--sparse", "user,item", "--label", "stars",
+    found = dry_run(capsys, "csv", str(path), "--sparse", "user,item", "--label", "stars",
                  "--threshold", "4", "--dense", "price:log1p", "--time", "when")
     assert {c["name"]: (c["kind"], c["parse"]) for c in found["columns"]} == {
         "label": ("label", "threshold"), "time": ("time", "unix"), "price": ("dense", "float"),
@@ -198,7 +198,7 @@ def test_problems_and_mistakes_are_reported(tmp_path: Path, capsys: pytest.Captu
                                             ) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
-    found = told(capsys, "csv", str(path), "--sparse", "user")
+    found = dry_run(capsys, "csv", str(path), "--sparse", "user")
     assert "no label" in found["problems"][0]
     done = run_here("preprocess", "csv", str(path), "--sparse", "user", "--label", "stars",
                     "--dry-run")
@@ -214,7 +214,7 @@ def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.Capture
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"user": list(range(300)), "tags": [[1, 2]] * 300}),
                    folder / "part.parquet")
-    found = told(capsys, "parquet", str(tmp_path / "clicks"), "--sparse", "user,tags,country")
+    found = dry_run(capsys, "parquet", str(tmp_path / "clicks"), "--sparse", "user,tags,country")
     assert found["tables"]["country"]["num_rows"] == 2 and found["tables"]["tags"]["num_rows"] == 3
     log = str(write(tmp_path / "train.txt", invent(140)))
     assert run("preprocess", "criteo-kaggle", log, "--dry-run") == 0

@@ -129,11 +129,11 @@ class Journal:
         elif outcome is None:
             self.interrupted += 1
         else:
-            told = {k: v for k, v in asdict(outcome).items()
+            fields = {k: v for k, v in asdict(outcome).items()
                     if v is not True and v not in (None, [])}
             entry = self._pairs.setdefault(pair.name, {"name": pair.name, "outcomes": []})
             entry.pop("lacking", None)  # of a record that another machine began
-            entry["outcomes"].append({"commit": _commit()} | told)
+            entry["outcomes"].append({"commit": _commit()} | fields)
         if self._path is not None:
             record.write(self._path, record.record(
                 "faults", ["python", "-m", "tests.faults", *sys.argv[1:]],

@@ -29,10 +29,10 @@ class Pauses:
     @contextlib.contextmanager
     def watched(self) -> Iterator[Pauses]:
         """Count inside the block; only in the main thread, which receives signals."""
-        def told(number: int, frame: FrameType | None) -> None:
+        def resumed(number: int, frame: FrameType | None) -> None:
             self.count += 1
 
-        before = signal.signal(signal.SIGCONT, told)
+        before = signal.signal(signal.SIGCONT, resumed)
         thread = threading.Thread(target=self._beat, daemon=True)
         thread.start()
         try:

@@ -30,7 +30,7 @@ _TEXT = "text (native)"
 _SOURCE = Path(__file__).with_name("text.cpp")
 
 
-def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -> None:
+def _run(name: str, files: str, last: int, counts: tuple[Any, Any], pipe: Any) -> None:
     """Run executions up to `last` - 1 in this process, in the folder `files`; report a defect and
     stop."""
     at, accepted = counts
@@ -44,7 +44,7 @@ def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -
         try:
             accepted.value += one(name, input_of(name, good, number))
         except Exception as error:
-            told.send(describe(error))
+            pipe.send(describe(error))
             return
     at.value = last
 

@@ -122,7 +122,7 @@ def test_deltas_delete_lost_keys(tmp_path: Path) -> None:
 
 
 def test_a_chain_ends_when_the_time_to_live_changes(tmp_path: Path) -> None:
-    """Readers of the chain were told that key 1 has expired. It returns with a full checkpoint."""
+    """Readers of the chain have dropped the expired key 1. It returns with a full checkpoint."""
     def saved(rule: oper.DynamicTable, num: int) -> int:
         model = shard(bag(3), rule)
         with DeltaCheckpoints(tmp_path / "c", model) as saver:
@@ -209,9 +209,9 @@ def test_keys_that_do_not_fit_are_refused(harm: str, tmp_path: Path) -> None:
         meta["items"][k][1] = "other"
     meta = {name: value for name, value in meta.items() if name not in ("kind", "version")}
     write_arrays(path, "oper-delta", 1, arrays, meta)
-    told = "do not fit its checkpoint" if harm in ("twice", "clock") else (
+    pattern = "do not fit its checkpoint" if harm in ("twice", "clock") else (
         "cannot load a delta checkpoint")
-    with pytest.raises(FileFormatError, match=told), DeltaCheckpoints(folder, model) as saver:
+    with pytest.raises(FileFormatError, match=pattern), DeltaCheckpoints(folder, model) as saver:
         saver.load()
 
 

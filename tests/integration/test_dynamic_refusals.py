@@ -31,13 +31,13 @@ def _late_on_rank_0(rank: int, world_size: int) -> tuple[list[str], int, torch.T
     _train(model, 1)
     late = model(torch.tensor([[1]]))
     _train(model, 2)
-    told = []
+    messages = []
     try:
         (late if rank == 0 else model(torch.tensor([[2]]))).sum().backward()
     except oper.OperError as error:
-        told.append(str(error))
+        messages.append(str(error))
     _train(model, 2)
-    return told, model.tables.num_steps, model.tables.read("weight")
+    return messages, model.tables.num_steps, model.tables.read("weight")
 
 
 def test_a_batch_that_one_rank_refuses_is_skipped_by_all() -> None:
@@ -204,7 +204,7 @@ def test_an_expired_key_has_lost_its_row() -> None:
     late = model(keys)
     for key in (8, 8, 7):
         _train(model, key)
-    keys.fill_(5)  # it can only be told which row
+    keys.fill_(5)  # so the error can only name the row
     with pytest.raises(InvalidInputError, match=r"rows that keys have lost .*=\[1\]"):
         late.sum().backward()
 

@@ -23,7 +23,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 from tests.integration import test_dynamic_tables as keyed
 from tests.runtime_support import whole
-from tests.world_support import report, run_world, told, world
+from tests.world_support import received, report, run_world, world
 
 ROWS, DIM, LR = 300, 8, 0.5
 
@@ -151,15 +151,15 @@ def refuse_keys(rank: int, world_size: int, harm: str) -> Any:
     model(torch.tensor([[1, 2]])).sum().backward()
     late = model(torch.tensor([[2]]))
     model(torch.tensor([[3, 4]])).sum().backward()  # takes both rows
-    told, keys = "", [[3.5]] if harm == "type" and rank == 0 else [[3]]
+    message, keys = "", [[3.5]] if harm == "type" and rank == 0 else [[3]]
     try:
         out = late if harm == "late" and rank == 0 else model(torch.tensor(keys))
         (out.sum() * (float("nan") if harm == "guard" and rank == 0 else 1.0)).backward()
     except oper.OperError as error:
-        told = str(error)
+        message = str(error)
     assert model.tables.keys.clock("weight") == 2
     model(torch.tensor([[5 + rank % 2, 4]])).sum().backward()
-    found = told, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
+    found = message, keyed.records(model)[:2].tolist(), model.weight.detach().clone()
     dist.barrier()  # all have read the records
     if rank >= 2:  # only one group loads a key
         model.tables.keys.write("weight", "keys", torch.tensor([0]), torch.tensor([[9, 1, 1]]))
@@ -316,7 +316,7 @@ def lose(rank: int, world_size: int, every: int, delay: int) -> str:
     train(model, 0, rank)
     report("ready")
     if rank == 3:
-        told()
+        received()
     try:
         for step in range(1, 1000):
             train(model, step, rank)

@@ -360,7 +360,7 @@ def _cannot_look_up(rank: int, world_size: int, spoils: str, in_parts: bool
     models = [shard(Two()) for _ in range(2)]
     good: dict[str, Any] = {"keys": ("f_a", "f_b"), "bags": torch.tensor([[1, 2 + rank]])}
     bad = {"keys": ("f_a", "f_c"), "bags": [[1, 2]]}
-    told = []
+    kinds = []
     for model in models:
         for step in range(3):
             if model is models[1] and step == 1:
@@ -369,8 +369,8 @@ def _cannot_look_up(rank: int, world_size: int, spoils: str, in_parts: bool
                 with oper.micro_batches(model) if in_parts else contextlib.nullcontext():
                     model(**good | ({spoils: bad[spoils]} if rank and step == 1 else {})).backward()
             except oper.OperError as error:
-                told.append(type(error).__name__)
-    return told, [(p.detach().clone(), q.detach().clone()) for p, q in zip(
+                kinds.append(type(error).__name__)
+    return kinds, [(p.detach().clone(), q.detach().clone()) for p, q in zip(
         *(m.parameters() for m in models), strict=True)]
 
 

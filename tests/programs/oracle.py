@@ -83,7 +83,7 @@ def run(program: Program, talk: Talk) -> Report:
                                                       program.plan, program.wrapper))
             if error is not None:
                 if not isinstance(error, OperError):
-                    raise _Failure(RAW, _told(error))
+                    raise _Failure(RAW, _text_of(error))
                 _count(report, name, ALONE, error)
                 return report
             assert sharded is not None
@@ -131,7 +131,7 @@ def _attempt(what: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error.with_traceback(None)
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}"
 
@@ -169,7 +169,7 @@ class _Sides:
             if any(codes):
                 if not all(codes):
                     raise _Failure(DIFFERENT, "ranks: one has raised "
-                                   f"{_told(error) if error else 'nothing'}")
+                                   f"{_text_of(error) if error else 'nothing'}")
                 assert error is not None
                 outcome = self._refused(action, args, error)
             else:
@@ -195,7 +195,7 @@ class _Sides:
         elif action.otherwise is not None:
             want, error = _attempt(lambda: action.otherwise(self.reference, args))
         if error is not None:
-            raise _Failure(ACCEPTED, f"accepted: torch raises {_told(error)}")
+            raise _Failure(ACCEPTED, f"accepted: torch raises {_text_of(error)}")
         self.reference.prepare()
         # Ranks that freeze all tables compare this in one more update, for which outputs require
         # gradients.
@@ -211,15 +211,15 @@ class _Sides:
         ours = isinstance(error, OperError)
         if theirs is None:
             if not ours:
-                raise _Failure(RAW, f"raw error: {_told(error)}\n{getattr(error, 'text', '')}")
+                raise _Failure(RAW, f"raw error: {_text_of(error)}\n{getattr(error, 'text', '')}")
             if not action.may_refuse(args):
-                raise _Failure(RAW, f"refused, though it must work: {_told(error)}")
+                raise _Failure(RAW, f"refused, though it must work: {_text_of(error)}")
             self.compare(True, "after a refusal, ")
             return ALONE
         if not ours and not isinstance(theirs, type(error)) and not isinstance(
                 error, type(theirs)):
-            raise _Failure(RAW, f"raw error: {_told(error)}, where torch raises {_told(theirs)}\n"
-                           f"{getattr(error, 'text', '')}")
+            raise _Failure(RAW, f"raw error: {_text_of(error)}, where torch raises "
+                           f"{_text_of(theirs)}\n{getattr(error, 'text', '')}")
         before = self.reference
         try:
             self.compare(action.exact(args), "after a refusal, ")
@@ -240,7 +240,7 @@ class _Sides:
         found, error = _attempt(lambda: (self.sharded.rows(), self.sharded.states(),
                                          self.sharded.dense_state()))
         if error is not None:
-            raise _Failure(RAW, f"{when}the state cannot be read: {_told(error)}\n"
+            raise _Failure(RAW, f"{when}the state cannot be read: {_text_of(error)}\n"
                            f"{getattr(error, 'text', '')}")
         rows, states, dense = found
         for what, got, want, is_exact in (

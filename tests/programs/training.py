@@ -281,13 +281,13 @@ def hooks(side: Any, args: dict[str, Any]) -> Seen:
         seen_outputs = finish(side, outs, loss)
     finally:
         handle.remove()
-    told = {} if kind == "forward pre" or len(batches) > 1 or side.world_size > 1 else {
+    gradients = {} if kind == "forward pre" or len(batches) > 1 or side.world_size > 1 else {
         f"hook {k}": x for k, x in enumerate(seen)}
     # Outputs of frozen tables have none, where a collection has several outputs.
     if kind == "tensor retain" and all(e["kind"] != "ec" for e in side.spec["embs"]):
-        told |= {f"gradient {k}": x.grad * len(batches) for k, x in enumerate(outs[side.mine])
+        gradients |= {f"gradient {k}": x.grad * len(batches) for k, x in enumerate(outs[side.mine])
                  if x.grad is not None}
-    return seen_outputs | told | {"=calls": count[0] // len(batches)}
+    return seen_outputs | gradients | {"=calls": count[0] // len(batches)}
 
 
 @action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p), what=("hook", "accumulated"))

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from tests.programs.program import Program
-from tests.world_support import RankFailedError, World, report, told
+from tests.world_support import RankFailedError, World, report, received
 
 # A program takes milliseconds, but the machine may be busy. OPER's own deadline, which a program
 # may exceed, is shorter.
@@ -111,7 +111,7 @@ def _serve(rank: int, world_size: int, folder: str, fault: str | None) -> None:
     gc.freeze()
     report("ready")
     while True:
-        report(_run(told(), rank, folder, fault))
+        report(_run(received(), rank, folder, fault))
 
 
 def _run(program: Program, rank: int, folder: str, fault: str | None) -> Any:

@@ -259,9 +259,9 @@ NOISE = RNG.normal(size=(3000, 4, 1))
 
 
 def test_scores_of_importances_by_hand() -> None:
-    told, whole = scores_of(np.array([[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]))
+    disentanglement, whole = scores_of(np.array([[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]))
     first = 1 + (0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
-    assert told == pytest.approx((4 * first + 2 * 1.0) / 6)
+    assert disentanglement == pytest.approx((4 * first + 2 * 1.0) / 6)
     second = 1 + (math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3) / math.log(3)
     assert whole == pytest.approx((1.0 + second) / 2)
     assert scores_of(np.zeros((2, 3))) == (0.0, 0.0)

@@ -56,8 +56,8 @@ def test_features_belong_to_their_events_and_items(folder: Path) -> None:
     assert data.actions is not None and data.content.shape == (2, 31)
     for row in range(data.users.size):
         item = raw["item"][int(data.item_ids[data.items[row]])]
-        told = event[item, str(int(data.times[row]))]
-        assert raw["event"].get(int(data.actions[row]), "") == told
+        written = event[item, str(int(data.times[row]))]
+        assert raw["event"].get(int(data.actions[row]), "") == written
         assert raw["brand"][int(data.content[0, data.items[row]])] == f"b{int(item) % 5}"
         kind = raw["kind"].get(int(data.content[1, data.items[row]]), "")
         assert kind == ("" if item == "3" else f"k{int(item) // 10}")
@@ -128,11 +128,11 @@ def test_actions_predict_the_next_item() -> None:
               actions=actions.reshape(-1))
     config = replace(TINY, dim=32, steps=10, window=1, time_buckets=0)
     options = FitOptions(epochs=12, batch_size=32, lr=0.01, eval_every=4)
-    told = fit("hstu", config, from_log(log, DataOptions(k_core=1, action="a")), 1, options)
-    untold = fit("hstu", config, from_log(log._replace(actions=None), DataOptions(k_core=1)), 1,
+    with_actions = fit("hstu", config, from_log(log, DataOptions(k_core=1, action="a")), 1, options)
+    without = fit("hstu", config, from_log(log._replace(actions=None), DataOptions(k_core=1)), 1,
                  options)
     # Without actions one of the two is second, 1 / log2(3).
-    assert untold.test.summary()["ndcg@10"] < 0.87 < 0.93 < told.test.summary()["ndcg@10"]
+    assert without.test.summary()["ndcg@10"] < 0.87 < 0.93 < with_actions.test.summary()["ndcg@10"]
 
 
 def test_unsuitable_features_are_refused(folder: Path) -> None:

@@ -84,10 +84,10 @@ def of_numbered_actions(buffer: Any) -> Any:
     return replace(buffer, actions=np.array([0, 1]))
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     (cut_off, "terminated episodes"), (of_other_actions, "shapes of observations"),
     (of_numbered_actions, "shapes of observations")])
-def test_data_sets_of_other_environments_are_refused(change: Callable[[Any], Any], told: str
+def test_data_sets_of_other_environments_are_refused(change: Callable[[Any], Any], message: str
                                                      ) -> None:
     from gymnasium.spaces import Box, Discrete
 
@@ -99,7 +99,7 @@ def test_data_sets_of_other_environments_are_refused(change: Callable[[Any], Any
         "odd-v0", [buffer], observation_space=env.observation_space,
         action_space=Box(-1, 1, buffer.actions.shape[1:], np.float32)
         if buffer.actions.ndim > 1 else Discrete(2))
-    with pytest.raises(InvalidInputError, match=told):
+    with pytest.raises(InvalidInputError, match=message):
         read_minari("odd-v0")
 
 

@@ -449,10 +449,10 @@ def test_logs_without_customers_are_refused() -> None:
     """So no policy can be trained on one, and no target return chosen."""
     steps = offline.graded_visits(SHOP, "random", 3, seed=1).steps
     absent = steps.valid & (torch.arange(3) != 1)[:, None]
-    for wrong, told in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),
+    for wrong, message in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),
                         (Trajectories(*(part[:, :0] for part in steps)), "'0 of 3'"),
                         (steps._replace(valid=absent), "'2 of 3'")):
-        with pytest.raises(InvalidInputError, match=f"{told}, expected all .* customer"):
+        with pytest.raises(InvalidInputError, match=f"{message}, expected all .* customer"):
             offline.Episodes(wrong, "nobody")
     log = offline.Episodes(steps, "random")
     for quantile in (-0.1, 1.1, float("nan")):

@@ -117,11 +117,11 @@ def test_losses_are_those_of_their_definition(name: str, monkeypatch: pytest.Mon
 
 def test_advantages_weigh_after_a_third_of_training() -> None:
     model = model_of("sa2c", 13)
-    told = []
+    weighs = []
     for step in range(9):
         model.schedule(step, 9)
-        told.append(model.weigh)
-    assert told == [False] * 3 + [True] * 6
+        weighs.append(model.weigh)
+    assert weighs == [False] * 3 + [True] * 6
     never = model_of("sa2c", 13, actor="supervised")  # SNQN
     never.schedule(8, 9)
     assert not never.weigh
@@ -367,11 +367,11 @@ def test_the_gymnasium_environment_continues_after_a_visit() -> None:
     first, _ = env.reset(seed=2)
     done, days = False, []
     while not done:
-        observation, reward, done, _, told = env.step(np.zeros(ACTION_DIM, np.float32))
+        observation, reward, done, _, info = env.step(np.zeros(ACTION_DIM, np.float32))
         assert env.observation_space.contains(observation) and reward == 3
         assert (observation[:NUM_FEATURES] == first[:NUM_FEATURES]).all()
-        days.append(told["day"])
-    assert days == sorted(days) and told["visits"] > 3
+        days.append(info["day"])
+    assert days == sorted(days) and info["visits"] > 3
 
 
 def log_of(rewards: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> offline.Episodes:

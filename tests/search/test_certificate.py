@@ -167,25 +167,25 @@ def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:
     stats.save(tmp_path / "stats.npz")
     plan = plan_problem(make_problem(specs, stats, topology_preset("h100-8"), batch_size=256))
 
-    def told(plan: Plan, *words: str) -> str:
+    def printed(plan: Plan, *words: str) -> str:
         plan.save(tmp_path / "plan.json")
         run_command("explain", tmp_path / "plan.json", "--stats", tmp_path / "stats.npz", *words)
         return capsys.readouterr().out
 
-    assert "not certified" not in told(plan)
-    assert "verified: no plan of the searched space is faster" in told(plan)
-    assert json.loads(told(plan, "--json"))["verified"] is True
+    assert "not certified" not in printed(plan)
+    assert "verified: no plan of the searched space is faster" in printed(plan)
+    assert json.loads(printed(plan, "--json"))["verified"] is True
     noted = {k: v for k, v in plan.notes["certificate"].items() if k != "parts"}
-    assert "not certified: " in told(replace(plan, notes={**plan.notes, "certificate": noted}))
+    assert "not certified: " in printed(replace(plan, notes={**plan.notes, "certificate": noted}))
     t = plan.tables[0]
     copies = replace(t, pieces=(Piece(0, t.table.dim, (
         Tier(0, t.table.num_rows, "replicated", (0, 2)),)),))
     edited = replace(plan, tables=(copies, *plan.tables[1:]))
-    assert "not certified: the plan lies outside the space" in told(edited)
-    value = json.loads(told(edited, "--json"))
+    assert "not certified: the plan lies outside the space" in printed(edited)
+    value = json.loads(printed(edited, "--json"))
     assert value["gap"] is None and "replicated on ranks [0, 2]" in value["not_certified"]
     # Another batch size: the bound is recomputed.
-    value = json.loads(told(plan, "--json", "--batch-size", "512"))
+    value = json.loads(printed(plan, "--json", "--batch-size", "512"))
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
 
 
@@ -319,17 +319,17 @@ def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plan = plan_problem(problem)
     plan.save(tmp_path / "plan.json")
 
-    def told(*words: str) -> int:
+    def printed(*words: str) -> int:
         return run_command("verify", tmp_path / "plan.json", "--stats", tmp_path / "stats.npz",
                            *words)
 
-    assert told() == 0
+    assert printed() == 0
     text = capsys.readouterr().out
     assert "verified" in text and "gap" in text
-    assert told("--json") == 0
+    assert printed("--json") == 0
     value = json.loads(capsys.readouterr().out)
     assert value["certified"] and value["bound_us"] >= plan.lower_bound_us * (1 - 1e-6)
-    assert told("--batch-size", "513") == 1
+    assert printed("--batch-size", "513") == 1
     assert "not certified: the bound is for another problem" in capsys.readouterr().out
 
 

@@ -354,9 +354,9 @@ def test_one_domain_needs_one_copy() -> None:
 
 @pytest.mark.usefixtures("short")
 def test_infeasible_bound_names_remedies() -> None:
-    with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as told:
+    with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as refused:
         plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))
-    bound = float(str(told.value).split("a bound of ")[1].split(" ms")[0])
+    bound = float(str(refused.value).split("a bound of ")[1].split(" ms")[0])
     plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, bound, max_batch=8))
     for bad in ({"request_rate": 0.0}, {"bound_ms": -1.0}, {"max_batch": 0},
                 {"dense_us": (1.0, -1.0)}):

@@ -334,14 +334,14 @@ def test_the_command_plans_with_user_features(tmp_path: Path, capsys: pytest.Cap
     words = ["plan", str(stats), "-o", str(plan), "--topology", "h100-8", "--tables", str(tables),
              "--objective", "inference", "--json"]
 
-    def told(*more: str) -> dict[str, float]:
+    def planned(*more: str) -> dict[str, float]:
         capsys.readouterr()
         assert cli.main([*words, *more]) == 0
         found: dict[str, float] = json.loads(capsys.readouterr().out)
         return found
 
-    alone = told()["step_us"]
-    shared = told("--user-features", "user", "--candidates", "64")["step_us"]
+    alone = planned()["step_us"]
+    shared = planned("--user-features", "user", "--candidates", "64")["step_us"]
     assert shared < alone
     assert json.loads(plan.read_text())["notes"]["samples_per_bag"] == {"user": 64.0}
     # Other commands take them from the plan.
@@ -350,7 +350,7 @@ def test_the_command_plans_with_user_features(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["explain", str(plan), "--stats", str(stats), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_us"] == pytest.approx(shared)
     goal = ["--request-rate", "1000", "--latency-bound", "10"]
-    told("--user-features", "user", "--candidates", "64", *goal)
+    planned("--user-features", "user", "--candidates", "64", *goal)
     assert json.loads(plan.read_text())["notes"]["samples_per_bag"] == {"user": 64.0}
     assert cli.main([*words, "--candidates", "64"]) == 2
     assert "both or neither" in capsys.readouterr().err

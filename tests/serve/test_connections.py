@@ -137,12 +137,12 @@ def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -
     assert found.endswith(b"connection: close\r\n\r\n")  # the answer to HEAD has no body
     scores = [float(x) for k in range(40) for x in expected(random_request(
         np.random.default_rng(k), 2))]
-    told = []
+    received = []
     for part in found.split(b"oper-worker")[1:]:
         head, body = part.split(b"\r\n\r\n", 1)
         size = int(head.split(b"inference-header-content-length: ")[1].split(b"\r\n")[0])
-        told += np.frombuffer(body[size:size + 8], "<f4").tolist()
-    assert told == scores
+        received += np.frombuffer(body[size:size + 8], "<f4").tolist()
+    assert received == scores
 
 
 @pytest.mark.parametrize(("data", "begins"), [

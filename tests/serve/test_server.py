@@ -226,9 +226,9 @@ def test_other_methods_are_refused(server: Server, path: str, allowed: str) -> N
             continue
         connection.request(method, path, b"")
         answer = connection.getresponse()
-        told = answer.read()
+        body = answer.read()
         assert (answer.status, answer.headers["Allow"]) == (405, allowed), method
-        assert method == "HEAD" or f"method='{method}', expected {allowed}" in json.loads(told)[
+        assert method == "HEAD" or f"method='{method}', expected {allowed}" in json.loads(body)[
             "error"]
     connection.close()
 

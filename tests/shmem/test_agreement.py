@@ -290,7 +290,7 @@ def _step(model: Model, name: str) -> None:
     getattr(model, name)(torch.arange(20).reshape(5, 4)).sum().backward()
 
 
-def _told(call: Any) -> Found:
+def _outcome(call: Any) -> Found:
     """The error that `call` raises, and the seconds until it was raised."""
     begin = time.monotonic()
     try:
@@ -336,7 +336,7 @@ def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
     if rank == 1:
         _step(model, "users")
         time.sleep(2.5 * DEADLINE_S)
-    found = _told(go_on)
+    found = _outcome(go_on)
     return found if alone else _when_all_know(found)
 
 
@@ -372,7 +372,7 @@ def _order(rank: int, world_size: int) -> Found:
     model = _open(world_size)
     outs = [getattr(model, name)(torch.arange(20).reshape(5, 4)).sum()
             for name in ("users", "items")]
-    return _when_all_know(_told(lambda: [
+    return _when_all_know(_outcome(lambda: [
         out.backward() for out in (reversed(outs) if rank == 1 else outs)]))
 
 
@@ -387,7 +387,7 @@ def test_a_rank_that_runs_collections_in_another_order(world_size: int) -> None:
 def _order_far(rank: int, world_size: int) -> Found:
     model = _open(world_size)
     names = ("items", "users") if rank == 1 else ("users", "items")
-    return _when_all_know(_told(lambda: [_step(model, name) for name in names]))
+    return _when_all_know(_outcome(lambda: [_step(model, name) for name in names]))
 
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
@@ -404,7 +404,7 @@ def test_another_order_between_domains_is_detected_immediately(labels: str) -> N
 def _phase(rank: int, world_size: int) -> Found:
     """Rank 1 saves a state while the other ranks train."""
     model = _open(world_size)
-    found = _told(lambda: model.state_dict() and model.users.tables.barrier()
+    found = _outcome(lambda: model.state_dict() and model.users.tables.barrier()
                   if rank == 1 else _step(model, "users"))
     return _when_all_know(found)
 
@@ -430,7 +430,7 @@ def _close(rank: int, world_size: int) -> Found:
     model = _open(world_size)
     if rank == 1:
         model.users.tables.close()
-    return _when_all_know(_told(lambda: None if rank == 1 else _step(model, "users")))
+    return _when_all_know(_outcome(lambda: None if rank == 1 else _step(model, "users")))
 
 
 @timed
@@ -445,7 +445,7 @@ def _migrate(rank: int, world_size: int) -> Found:
     model = _open(world_size)
     tables: ShardedTables = model.users.tables
     plan = Plan(world_size, (_plan(world_size, "pull").tables[0],))
-    found = _told(lambda: tables.start_migration(plan) if rank == 0 else _step(model, "users"))
+    found = _outcome(lambda: tables.start_migration(plan) if rank == 0 else _step(model, "users"))
     return _when_all_know(found)
 
 

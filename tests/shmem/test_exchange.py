@@ -335,8 +335,8 @@ def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
         return str(caught.value)
 
     zero, one = rs.run_ranks(2, body, domains=(0, 1))
-    for told in (zero, one):
-        assert "rank=1," in told and "the gradient exchange of tables one, tiny" in told
+    for message in (zero, one):
+        assert "rank=1," in message and "the gradient exchange of tables one, tiny" in message
     assert "this rank is not" in one
 
 

@@ -191,9 +191,9 @@ def test_shard_refuses_message_bits_that_differ_between_ranks() -> None:
     assert run_world(2, _shard, [8, 8], labels="ab") == [([8, 8], "")] * 2
     assert run_world(2, _shard, [(16, 8), (16, 8)], labels="ab") == [([16, 8], "")] * 2
     assert run_world(2, _shard, [None, None], labels="ab") == [([32, 32], "")] * 2
-    for (_, told), mine in zip(run_world(2, _shard, [8, (8, 16)], labels="ab"), ("8, 8", "8, 16"),
-                               strict=True):
-        assert f"message_bits on this rank=[{mine}]" in told
+    refused = run_world(2, _shard, [8, (8, 16)], labels="ab")
+    for (_, message), mine in zip(refused, ("8, 8", "8, 16"), strict=True):
+        assert f"message_bits on this rank=[{mine}]" in message
 
 
 # ---- connections close with their tables or their process group, not before ----------------------

@@ -150,7 +150,7 @@ def test_a_guard_may_skip_samples_on_one_rank_only() -> None:
 def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
     """Rank 1 has a NaN gradient; returns each rank's error, the seconds until it, and the rows
     before, after it, and after another step."""
-    model, told = sharded("stop"), ""
+    model, errors = sharded("stop"), ""
     bad = gradient(float("nan") if rank else None)
     rows = [rows_of(model)]
     begin = time.monotonic()
@@ -162,25 +162,25 @@ def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
         else:
             model(IDS + rank).backward(bad)
     except OperError as error:
-        told = f"{type(error).__name__}: {error}"
+        errors = f"{type(error).__name__}: {error}"
     took = time.monotonic() - begin
     if how != "hosts":
         rows.append(rows_of(model))
         model(IDS + rank).backward(gradient())
         rows.append(rows_of(model))
-    return told, took, rows
+    return errors, took, rows
 
 
 @pytest.mark.parametrize("how", ["whole", "parts", "hosts"])
 def test_a_stop_on_one_rank_releases_the_others(how: str) -> None:
-    (told, took, rows), (mine, _, others) = run_world(
+    (errors, took, rows), (mine, _, others) = run_world(
         2, _one_stops, how, labels="ab" if how == "hosts" else "", env={"OPER_DEADLINE_S": "60"})
     assert mine.startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
-    assert told.startswith("PeerLostError") and "rank=1" in told, told
+    assert errors.startswith("PeerLostError") and "rank=1" in errors, errors
     assert took < 30
     if how == "hosts":
         return
-    assert "refused its batch" in told
+    assert "refused its batch" in errors
     before, then, after = ([a, b] for a, b in rows)
     assert torch.equal(then[1], before[1]) and not torch.equal(after[1], then[1])
     if how == "parts":
@@ -206,34 +206,35 @@ def test_a_stop_drops_accumulated_gradients() -> None:
 def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]:
     """Rank 1 catches the error of a window's first pass and starts another window; returns each
     rank's errors, and the rows before and after."""
-    model, told = sharded("stop"), []
+    model, errors = sharded("stop"), []
     before = rows_of(model)
     for window in range(1 + rank):
         try:
             with oper.no_sync(model):
                 model(IDS + rank).backward(gradient(float("nan") if rank > window else None))
             model(IDS + rank).backward(gradient())
-            told.append("")
+            errors.append("")
         except OperError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told, before, rows_of(model)
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, before, rows_of(model)
 
 
 def test_no_rank_makes_an_update_that_lacks_a_pass() -> None:
     """No update mixes gradients of different windows, and no rank waits until the deadline."""
     begin = time.monotonic()
-    (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
+    (errors, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
                                                   env={"OPER_DEADLINE_S": "60"})
     assert time.monotonic() - begin < 50
     assert mine[0].startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
     assert mine[1].startswith("InvalidInputError: no rank makes this update: error of a pass"), mine
-    assert told[0].startswith("PeerLostError") and "refused its batch" in told[0], told
+    assert errors[0].startswith("PeerLostError") and "refused its batch" in errors[0], errors
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
     """Like the previous program with one collection; gradients are dropped at a window's start."""
-    bag, told = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum")), []
+    errors = []
+    bag = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum"))
     for window in range(3):
         bad = float("nan") if rank and not window else 1.0
         try:
@@ -241,16 +242,16 @@ def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
             with oper.no_sync(bag):
                 bag(IDS + rank).backward(torch.full((3, 4), bad * window))
             bag(IDS + rank).backward(torch.ones(3, 4))
-            told.append("")
+            errors.append("")
         except OperError as error:
-            told.append(type(error).__name__)
-    return told, rows_of(bag)[0]
+            errors.append(type(error).__name__)
+    return errors, rows_of(bag)[0]
 
 
 def test_dropped_gradients_of_one_rank_end_the_update_of_all() -> None:
     """The other ranks get an error, and all ranks continue with the same window."""
-    (told, rows), (mine, others) = run_world(2, _drops, env={"OPER_DEADLINE_S": "60"})
-    assert (told, mine) == (["PeerLostError", "", ""], ["InvalidInputError", "", ""])
+    (errors, rows), (mine, others) = run_world(2, _drops, env={"OPER_DEADLINE_S": "60"})
+    assert (errors, mine) == (["PeerLostError", "", ""], ["InvalidInputError", "", ""])
     # Windows 1 and 2: gradients window + 1, averaged over two ranks, at a rate of 0.5.
     want = torch.zeros(20, 4)
     for ids in (IDS, IDS + 1):

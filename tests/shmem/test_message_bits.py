@@ -338,9 +338,9 @@ def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
     def body(group: ThreadGroup) -> None:
         opened(group, one_table(9, 4, {"t": 8} if group.rank else (8, 16), 2), torch.zeros(9, 4))
 
-    for told, mine in zip(refusals(body, InvalidInputError), ("[8, 16]", "{'t': [8, 8]}"),
+    for message, mine in zip(refusals(body, InvalidInputError), ("[8, 16]", "{'t': [8, 8]}"),
                           strict=True):
-        assert f"message_bits on this rank={mine}" in told
+        assert f"message_bits on this rank={mine}" in message
 
 
 def test_kernels_with_different_bits_raise_errors() -> None:
@@ -352,8 +352,8 @@ def test_kernels_with_different_bits_raise_errors() -> None:
         tables.handle = tables._create_context()
         tables.lookup(rs.bags_of_one(torch.arange(9)))
 
-    for told in refusals(body, OperError):
-        assert "message_bits on all ranks" in told
+    for message in refusals(body, OperError):
+        assert "message_bits on all ranks" in message
 
 
 def test_a_move_keeps_message_bits() -> None:
@@ -363,8 +363,8 @@ def test_a_move_keeps_message_bits() -> None:
     def body(group: ThreadGroup) -> None:
         rs.open_tables(case, plans[0], group, SGD(lr=0.5)).start_migration(plans[1], None)
 
-    for told in refusals(body, PlanError):
-        assert "plan.message_bits=[32, 32], expected [8, 8]" in told
+    for message in refusals(body, PlanError):
+        assert "plan.message_bits=[32, 32], expected [8, 8]" in message
 
     def moved(group: ThreadGroup) -> None:
         tables = rs.open_tables(case, plans[0], group, SGD(lr=0.5))

@@ -386,7 +386,7 @@ def _two_collections(group: Any) -> str:
     plan = uniform_plan(case.tables, 2)
     both = [rs.open_tables(case, plan, group, SGD(lr=0.3)) for _ in range(2)]
     both[0].guard.choose("stop")
-    parts, told = parts_of(case, group.rank, 0), ""
+    parts, error_name = parts_of(case, group.rank, 0), ""
     try:
         with MicroBatches(both):
             for k, part in enumerate(parts[::2]):
@@ -395,16 +395,16 @@ def _two_collections(group: Any) -> str:
                     bad = k == 1 and group.rank == 1
                     out.backward(gradient(out, part) * (float("nan") if bad else 1.0))
     except OperError as error:
-        told = type(error).__name__
+        error_name = type(error).__name__
     for tables in both:
         tables.barrier()
         assert tables.num_steps == 0
-    return told
+    return error_name
 
 
 def test_a_refused_part_stops_all_collections() -> None:
-    told = rs.run_ranks(2, _two_collections, timeout_s=60)
-    assert told == ["PeerLostError", "InvalidInputError"]
+    error_name = rs.run_ranks(2, _two_collections, timeout_s=60)
+    assert error_name == ["PeerLostError", "InvalidInputError"]
 
 
 def _lose_a_peer(rank: int, world_size: int) -> str:
@@ -428,8 +428,8 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
 
 def test_a_peer_that_ends_inside_is_named() -> None:
     with world(2, _lose_a_peer, labels="ab", env={"OPER_DEADLINE_S": "20"}) as running:
-        told = running.receive(0)
-    assert told.startswith("PeerLostError") and "rank=1" in told, told
+        error_name = running.receive(0)
+    assert error_name.startswith("PeerLostError") and "rank=1" in error_name, error_name
 
 
 # ---- accumulation: k passes and one update equal one combined batch ------------------------------

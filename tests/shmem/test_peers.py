@@ -432,16 +432,16 @@ def test_the_remedy_named_by_the_error_helps() -> None:
     assert run_world(1, _under_a_limit, room, large, None, str(8 << 20)) == [("", "")]
 
 
-@pytest.mark.parametrize("number, told", [
+@pytest.mark.parametrize("number, message", [
     (12, "bytes=8192.*Cannot allocate"), (24, "RLIMIT_NOFILE=.*ulimit -n"),
     (27, "RLIMIT_FSIZE=.*ulimit -f")])
-def test_errors_name_the_limit_of_the_system(monkeypatch: pytest.MonkeyPatch, number: int, told: str
-                                             ) -> None:
+def test_errors_name_the_limit_of_the_system(monkeypatch: pytest.MonkeyPatch, number: int,
+                                             message: str) -> None:
     def refused(num_bytes: int, name: str = "") -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(heap_module, "create_segment", refused)
-    with pytest.raises(OperError, match=told):
+    with pytest.raises(OperError, match=message):
         HostHeap(SingleGroup(), [8192])
 
 

@@ -147,7 +147,7 @@ def test_no_update_after_a_failed_synchronization_succeeds(
     for errors in run_groups(case, uniform_plan(case.tables, 1), rs.ALL_OPTIMIZERS["sgd"], 2, body,
                              delay=delay):
         assert errors[:2 + delay] == [""] * (1 + delay) + ["no memory for averages"]
-        assert all("failed synchronizations=1" in told for told in errors[2 + delay:]), errors
+        assert all("failed synchronizations=1" in message for message in errors[2 + delay:]), errors
 
 
 def test_three_groups_of_one_rank() -> None:

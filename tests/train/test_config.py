@@ -322,9 +322,9 @@ def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
         "--trace", str(path), "--trace-steps", "3-5", "--json"])
     assert json.loads(out)["trace"] == str(path)
     assert steps_in(path) == dict.fromkeys((3, 4, 5), 2 * len(PHASES))
-    told = [line for line in lines(tmp_path / "run") if line["event"] == "train"]
-    assert [line["step"] for line in told] == [5, 7]
-    for line, steps in zip(told, (5, 2), strict=True):
+    trained = [line for line in lines(tmp_path / "run") if line["event"] == "train"]
+    assert [line["step"] for line in trained] == [5, 7]
+    for line, steps in zip(trained, (5, 2), strict=True):
         assert list(line["phases"]) == list(PHASES)
         for phase in line["phases"].values():
             assert phase["count"] == sum(phase["below_us"].values()) == 2 * steps

@@ -54,7 +54,7 @@ class TiersCase:
         """Score and time; returns the record's entry."""
         scores: dict[str, np.ndarray] = {}
         pools: dict[str, Pool] = {}
-        told: dict[str, dict[str, Any]] = {}
+        published: dict[str, dict[str, Any]] = {}
         try:
             # The sets that are timed come first, because huge pages may run out.
             for name in _NAMES:
@@ -63,7 +63,7 @@ class TiersCase:
                                  if name == "tiers" else {"row_dtype": name.partition("-")[0]})
                 pools[name] = pool = Pool("oper", served, BatchOptions(
                     served.candidates, 0.0, 1 << 40), self.workers)
-                told[name] = pool.published()
+                published[name] = pool.published()
                 if name != _AGAIN:
                     scores[name] = _scores(self, pool)
                 if name in ("int4", "float32"):
@@ -75,11 +75,11 @@ class TiersCase:
                 pool.close()
         labels = _labels(self, scores.pop("float32"))
         ratio = paired(rates["tiers"], np.sqrt(rates["int8"] * rates[_AGAIN]))
-        chosen = told["tiers"]
+        chosen = published["tiers"]
         quality = {name: _difference(labels, scores[name], scores["int8"])
                    for name in ("tiers", "int4")}
         return {
-            "bytes_ratio": round(chosen["tables"] / told["int8"]["tables"], 4),
+            "bytes_ratio": round(chosen["tables"] / published["int8"]["tables"], 4),
             "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
             "queries_ratio": ratio.pop("mean"), "queries_ratio_interval": ratio,
             "queries_ratio_of_equal_sets": paired(rates[_AGAIN], rates["int8"]),
@@ -90,7 +90,7 @@ class TiersCase:
             "samples": labels.size,
             "error": chosen["row_error"], "error_budget": self.error_budget,
             "share_of_rows": chosen["share_of_rows"], "memory_bytes": memory,
-            "page_kinds": {name: found["page_kind"] for name, found in told.items()},
+            "page_kinds": {name: found["page_kind"] for name, found in published.items()},
             "verified": bool(0 < chosen["row_error"] <= self.error_budget
                              and scores["tiers"].std() > 0 and labels.size >= self.samples),
             "case": asdict(self)}

@@ -365,8 +365,8 @@ class Ranks:
             raise
         except Exception as error:
             problem = error
-        everyone = self.all_gather((result, _told(problem)))
-        found = {rank: told for rank, (_, told) in enumerate(everyone) if told}
+        everyone = self.all_gather((result, _description(problem)))
+        found = {rank: described for rank, (_, described) in enumerate(everyone) if described}
         if not found:
             return [value for value, _ in everyone]
         kind, text = next(iter(found.values()))
@@ -376,8 +376,8 @@ class Ranks:
                         "; ".join(f"rank {r}: {t}" for r, (_, t) in found.items()))) from problem
 
 
-def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
-    """Return the class and text of an error, to send to the other ranks."""
+def _description(error: Exception | None) -> tuple[type[OperError], str] | None:
+    """Return the class and text of an error to send to the other ranks."""
     if error is None:
         return None
     kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)

@@ -256,13 +256,13 @@ class Reader:
         fds: list[int] = []
         try:
             text, fds = receive_handshake(self._connection)
-            told = json.loads(text)
-            if "error" in told:
-                raise OperError(f"cannot attach to publication {name!r}", "reason", told["error"],
+            header = json.loads(text)
+            if "error" in header:
+                raise OperError(f"cannot attach to publication {name!r}", "reason", header["error"],
                                 "fewer attached readers", "stop a reader")
-            self.layout = Layout.from_text(told["layout"])
-            self._slot = int(told["slot"])
-            self.domain = local_domain(told["nodes"]) if domain is None else domain
+            self.layout = Layout.from_text(header["layout"])
+            self._slot = int(header["slot"])
+            self.domain = local_domain(header["nodes"]) if domain is None else domain
             self._map(fds)
             self._connection.setblocking(False)  # from now on only its closing is significant
         except (ValueError, KeyError, TypeError) as error:
@@ -398,13 +398,13 @@ class Reader:
             buffer = epoch & 1
             size = self._header(buffer)[3]
             raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size + size)
-            told = json.loads(raw.numpy()[HEADER.size:].tobytes())
-            if not told["crc32"]:
+            header = json.loads(raw.numpy()[HEADER.size:].tobytes())
+            if not header["crc32"]:
                 raise FileFormatError(f"publication {self.name!r} cannot be verified", "checksums",
                                       "none", "a publication of all weights, with checksum=True",
                                       "publish all weights")
             found = self.sums()
-            bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
+            bad = [k for k, crc in found.items() if header["crc32"].get(k) != crc]
         if bad:
             raise FileFormatError(f"publication {self.name!r} is damaged", "parts", bad[:8],
                                   "the checksums that the publisher wrote", "publish again")
