@@ -112,7 +112,8 @@ def update_rows(optimizer: Optimizer, w: torch.Tensor, state: Tensors, g: torch.
 
 
 # ---- stochastic rounding of 16-bit rows ----------------------------------------------------------
-# What csrc/common/{philox,elements}.h compute. See `oper.shmem.optim.arguments.rounding_key`.
+# The computations of csrc/common/{philox,elements}.h. See
+# `oper.shmem.optim.arguments.rounding_key`.
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85

@@ -167,7 +167,7 @@ def rank_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Result:
-    """What a training run yields: outputs [step][rank], weights and states by table."""
+    """Results of a training run: outputs [step][rank], weights and states by table."""
 
     outputs: list[list[torch.Tensor]]
     weights: dict[str, torch.Tensor]

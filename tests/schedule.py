@@ -15,7 +15,7 @@ ALONE = (
     # Emulates links and processors of a given speed. Nor can a machine emulate the cluster of
     # tests/shmem/test_sockets.py, whose links have any speed, at the same time.
     "tests/bench/test_bench_cluster.py",
-    # A thread of low priority prepares deltas: 13 s per test alone, 110 s beside other tests.
+    # A thread of low priority prepares deltas: 13 s per test alone, 110 s if other tests run.
     "tests/faults/test_served_deltas.py",
 )
 
@@ -123,7 +123,8 @@ NIGHTLY = (
     Nightly("tests/bench/test_bench_plan.py::test_one_file_to_write_and_to_resume_from_need_not_exist",
             "test_a_failed_case_keeps_the_others_and_is_run_again_on_resume"),
     Nightly("tests/bench/test_bench_lookup.py::test_quality_on_a_log_that_drifts",
-            "test_the_bytes_of_a_directory_are_those_it_takes; test_the_vocabulary_is_that_of_the_first_day"),
+            "test_the_bytes_of_a_directory_are_those_it_takes; "
+            "test_the_vocabulary_is_that_of_the_first_day"),
     Nightly("tests/bench/test_calibrate.py::test_the_verb_measures_real_processes",
             "test_a_single_rank_is_measured; test_the_fit_finds_the_constants_of_the_model"),
     # ---- the search ------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 
 
 def third_party(text: str, optional: bool = False) -> set[str]:
-    """Return the distributions that a program imports or looks for, anywhere in it: in functions,
+    """Return the distributions that a program imports or looks for, everywhere in it: in functions,
     for type checkers only, and in programs that it contains as text.
 
     With `optional`, return only those without which a test is skipped.
@@ -74,7 +74,7 @@ def sources() -> dict[str, Path]:
     return MODULES | {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in others}
 
 
-# Tests name modules beside them without their package.
+# Tests name modules of their folder without the package.
 OWN = {"oper", "tests", *(p.stem for p in ROOT.glob("tests/**/*.py")),
        *(p.stem for p in ROOT.glob("benchmarks/*.py"))}
 

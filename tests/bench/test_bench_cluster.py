@@ -87,7 +87,8 @@ def test_two_hosts_measure_and_verify() -> None:
                if x["runtime"] == "torchrec" and not x["is_screened_only"])
     assert (entry["torchrec_step_ms"], entry["torchrec_best"]) == best
     assert entry["ratio_step"] == pytest.approx(best[0] / entry["oper_step_ms"], rel=1e-3)
-    # What is counted is what is simulated, headers of TCP, its acknowledgements and two barriers.
+    # The counted bytes are the simulated ones, TCP's headers and acknowledgements, and two
+    # barriers.
     assert 1.0 <= entry["bytes_ratio_without_headers"] < entry["bytes_ratio"] < 1.4
     assert entry["dropped_packets"] == 0
 

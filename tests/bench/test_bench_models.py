@@ -64,7 +64,7 @@ def test_tables_alone_get_batches_without_cached_results() -> None:
 def test_the_simulator(tmp_path: Path) -> None:
     command = ["simulator", "--quick", "--seeds", "1", "--runs", str(tmp_path / "runs")]
     (case, retention), printed = bench(tmp_path, *command)
-    # What is kept is taken as it is, whatever it says.
+    # Kept results are used unchanged, so a changed one appears in the record.
     (kept,) = (tmp_path / "runs").iterdir()
     with np.load(kept) as stored:
         arrays = {name: stored[name] for name in stored.files}

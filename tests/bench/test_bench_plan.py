@@ -136,7 +136,7 @@ def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
     assert bench(*words, "--resume", str(target)) == 0
     assert asked == ["published/small/16/inference/0"]
     again = json.loads(target.read_text())["cases"]
-    # What the record held comes first: nothing of it is lost if the run ends early.
+    # The record's earlier cases come first, so that none is lost if the run ends early.
     assert again[:2] == [first, last] and again[2]["verified"]
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"benchmark": "train", "cases": again}))

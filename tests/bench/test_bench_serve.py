@@ -217,12 +217,12 @@ def test_http_is_compared_with_scoring_in_process() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     votes=1, search_s=2.0, bound_ms=1e-3)
     entry = verified(case)
-    assert entry["queries_per_s"] == 0  # a microsecond is too little; yet it says what it found
+    assert entry["queries_per_s"] == 0  # a microsecond is too short, but the entry is complete
     lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
     assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
     assert 0 < entry["latency_ms"]["http"]["p50"] <= entry["p99_ms"]
     assert entry["single_ms"] > 0 and 0 < entry["client_cores"] < 2
-    # The kernel counts processor time in steps of 10 ms, which so few queries may not reach.
+    # The kernel counts processor time in steps of 10 ms, and so few queries may take less.
     cpu_ms = entry["cpu_ms_per_query"]
     assert entry["ratio_in_process"] == pytest.approx(
         cpu_ms["in_process"] / cpu_ms["http"] if cpu_ms["http"] else 0.0, rel=0.01, abs=1e-3)

@@ -42,7 +42,7 @@ def true_topology() -> Topology:
 
 
 def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
-    """A sample as a machine would give it that is exactly what the model says."""
+    """A sample of a machine that behaves exactly as modelled."""
     stats = collect_stats(work, 0, 2, 2)
     sample = Sample(work, kind, stats, 0.0, np.zeros((3, 2)),
                     quality={"interval": 0.0, "delayed": 0.0})
@@ -79,7 +79,7 @@ def test_the_fit_finds_the_constants_of_the_model(samples) -> None:
     assert found.domains[0].read_gbps == pytest.approx(50.0, rel=1e-2)
     assert all(worst < 1e-6 for _, worst in residuals.values())
     assert found.source == "measured"
-    # What it has not seen is predicted as well, since the samples follow the model.
+    # Plans outside the fit are predicted as well, since the samples follow the model.
     value = calibrate.predicted_against_executed(samples, found)
     assert value["median_error"] < 1e-3 and value["spearman_all"] > 0.999
     assert value["num_plans"] == len(samples)

@@ -26,8 +26,8 @@ struct Device {
 };
 inline thread_local Device device;  // on which this thread launches
 
-// What runs on this thread: host code may access no device memory, a kernel that of `running`, and
-// the driver any.
+// The code that runs on this thread: host code may access no device memory, a kernel that of
+// `running`, and the driver any.
 enum class Side { kHost, kKernel, kDriver };
 inline thread_local Side side = Side::kHost;
 inline thread_local Device running;

@@ -43,7 +43,7 @@ Feed = Callable[[int, int], Lookup]  # by step and rank
 
 @dataclass
 class Trained:
-    """What training has left on a rank."""
+    """State of a rank after training."""
 
     outputs: list[torch.Tensor]
     rows: dict[str, torch.Tensor]

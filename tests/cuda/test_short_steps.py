@@ -1,4 +1,4 @@
-"""What only the emulation can check: few launches, needed waits, addressable memory."""
+"""Checks that only the emulation can make: few launches, needed waits, addressable memory."""
 
 import json
 import subprocess

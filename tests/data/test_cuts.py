@@ -82,7 +82,7 @@ def test_the_same_bytes_as_of_plain_text(tmp_path: Path, log: Path) -> None:
     preprocess(KAGGLE, [packed(log)], tmp_path / "gz", replace(SMALL, num_workers=2))
     found = parquet_bytes(tmp_path / "gz")
     assert found == parquet_bytes(tmp_path / "plain") and len(found) > 30
-    # The index beside the log is not read as a part of a folder of logs.
+    # The index next to the log is not read as a part of a folder of logs.
     log.unlink()
     (tmp_path / "logs").mkdir()
     for path in [*tmp_path.glob("log.gz"), *tmp_path.glob(".log.gz.*")]:

@@ -116,7 +116,7 @@ def soak(faults: int, flags: dict[str, Any], seed: int, folder: Path, pauses: Pa
             result.problems += life.problems
         result.saved_steps += life.saved_steps
         if life.problems and not life.faults and pauses.count == stops:
-            return result  # it fails by itself
+            return result  # it fails without a kill
     calm = flags | {"out": str(folder / "calm")}
     stops, life = pauses.count, Soak()
     while not _live(calm, rng, life, False):

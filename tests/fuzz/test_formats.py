@@ -83,7 +83,7 @@ def _archive(header: bytes) -> bytes:
 CASES: list[tuple[str, bytes]] = [
     ("trained_state", b""),  # an error without a message had no first line
     ("arrays", _archive(b"{'descr': '<i2', 'shape': (2,")),  # raised what the tokenizer raises
-    ("checkpoint", pickle.dumps(Metadata({}, storage_data={}))),  # nobody had looked for its parts
+    ("checkpoint", pickle.dumps(Metadata({}, storage_data={}))),  # its parts were not looked up
     # Made Python's unpickler ask for 16 GB: an entry of the memo, an array of bytes to be filled.
     ("checkpoint", b"\x80\x02Nr\xff\xff\xff\x7f."),
     ("checkpoint", b"\x80\x05\x96" + struct.pack("<Q", 1 << 34) + b"."),

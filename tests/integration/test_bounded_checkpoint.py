@@ -345,7 +345,7 @@ def test_survivors_save_one_step_or_nothing(world_size: int, point: str, occasio
     folder = tmp_path / "c"
     answers = _answers(world_size, folder, point, occasion)
     wrote = [a.get("wrote") for a in answers]
-    if point == "forward":  # nobody can have begun an update
+    if point == "forward":  # no rank can have begun an update
         assert wrote[0] is True, answers
     if point == "update":
         assert all("refused" in a for a in answers), answers
@@ -391,7 +391,7 @@ def _alive(rank: int, world_size: int, folder: str) -> str:
     survivors = Survivors(model, fused(model))
     train(model, rank, world_size, range(1))
     try:
-        survivors.save(folder)  # a step that nobody has marked
+        survivors.save(folder)  # a step that no rank has marked
     except OperError as error:
         unmarked = str(error)
     survivors.mark()

@@ -46,7 +46,7 @@ def _reference(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
 def test_interaction_and_its_gradients(samples: int, features: int, dim: int) -> None:
     torch.manual_seed(samples + features)
     dense, sparse = torch.randn(samples, dim), torch.randn(samples, features, dim)
-    # As columns of a wider matrix, which nobody may take for contiguous.
+    # As columns of a wider matrix, which is not contiguous.
     mine = [torch.cat([x, x], dim=-1)[..., :dim].detach().requires_grad_() for x in (dense, sparse)]
     wanted = [x.double().requires_grad_() for x in (dense, sparse)]
     got, want = DotInteraction(features)(*mine), _reference(*wanted)

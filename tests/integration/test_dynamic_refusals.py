@@ -124,7 +124,8 @@ def test_rows_are_loaded_with_their_keys_or_not_at_all(monkeypatch: pytest.Monke
 
 
 def test_plans_from_key_statistics_know_no_hot_rows() -> None:
-    """Hot keys may have any row: a plan knows the default row and how many rows are how hot."""
+    """Hot keys may have any row: a plan states only the default row and the numbers of rows by
+    hotness."""
     counted = oper.stats.AccessStats(100, {"weight": oper.stats.TableStats(
         9, head_ids=[7], head_counts=[500], tail_values=[0, 1], tail_num_rows=[2, 6],
         length_values=[5], length_counts=[100])})
@@ -231,7 +232,7 @@ def test_backward_passes_of_earlier_lookups() -> None:
     assert model.tables.keys.clock("weight") == 11
     assert model.state_dict()["keys"][:, 1].tolist() == [6, 6, 0]
     del waiting, out
-    for key in (3, 3):  # the third row, which nobody waits for afterwards
+    for key in (3, 3):  # the third row, for which no key waits afterwards
         _train(model, key)
     assert not model.tables.keys._history._updates
 

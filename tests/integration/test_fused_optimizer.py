@@ -209,7 +209,7 @@ def test_state_goes_through_torchrecs_wrappers(wrap: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.3
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    # What is shown is the present state, however often and through whatever it is asked for.
+    # Every way to read the state returns its present values, also repeatedly.
     assert_bitwise(optimizer.state_dict()["state"], state["state"], "state after loading")
     assert model.tables.num_steps == 1 and model.fused_optimizer.param_groups[0]["lr"] == 0.2
     step(model, 2, 3)

@@ -116,7 +116,7 @@ def test_managed_collisions(pooled: bool) -> None:
 
 
 def _make_hashing() -> tuple[Any, Any]:
-    """The model with a module that learns while it maps, and that module; it knows 20 ids."""
+    """The model with a module that learns while it maps, and that module, which has seen 20 ids."""
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
     model = make()

@@ -1,4 +1,4 @@
-"""What changes after sharding: the differences from the unsharded model that the oracle allows.
+"""The differences from the unsharded model that the oracle allows.
 
 docs/reference/what-changes.md has the same list with reasons; a test compares numbers and headings.
 An action that meets a difference names it in its `Action`.

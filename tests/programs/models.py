@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 Spec = dict[str, Any]
 NAMES = ("first", "second")  # children of a Net
-# What a batch may look like; `usual` has a few bags, some of them empty.
+# Shapes of batches; `usual` has a few bags, some of them empty.
 SHAPES = ("usual", "usual", "usual", "empty_bags", "empty_batch", "one", "repeats", "same", "int32",
           "strided", "two_d", "other_keys", "variable")
 

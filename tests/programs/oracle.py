@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        """What stays the same while a program is shrunk."""
+        """Kind and place of the failure, which stay the same while the program is shrunk."""
         return self.kind, self.action, self.text.split(":")[0]
 
 

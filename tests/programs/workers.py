@@ -79,7 +79,7 @@ class Processes:
             return Report(Counter({(finding.action, BROKEN): 1}), Counter(), finding)
         self._broken = 0
         found = [r for r in reports if r.finding is not None]
-        # A rank that only heard of a finding knows less than the one that made it.
+        # A rank that received a finding has fewer details than the rank that made it.
         found.sort(key=lambda r: r.finding.text.startswith("ranks: another"))
         return found[0] if found else reports[0]
 

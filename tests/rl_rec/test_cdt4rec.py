@@ -383,8 +383,8 @@ def test_rewards_of_actions_that_were_never_logged() -> None:
     """A randomised log of users with one of two tastes.
 
     The reward head's estimates for items that a user never had correlate with their true rewards
-    above 0.9. What the model ranks first for a high return earns more than what the logging policy
-    would show next.
+    above 0.9. Items that the model ranks first for a high return earn more than those of the
+    logging policy would show next.
     """
     rng = np.random.default_rng(1)
     num_items, length, size = 20, 12, 64

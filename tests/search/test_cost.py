@@ -151,7 +151,7 @@ def test_memory_counts_every_copy():
     stated = flat(host(2))
     base = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated).domain_bytes[0]
     double = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 1))), stated).domain_bytes[0]
-    assert double - base == pytest.approx(2 * 64 * 64)  # a copy per rank beside the masters
+    assert double - base == pytest.approx(2 * 64 * 64)  # a copy per rank besides the masters
     serve = flat(host(2), "inference")
     one = evaluate(plan_of(serve, Tier(0, 64, "replicated", (0, 1))), serve)
     assert one.domain_bytes == pytest.approx([64 * 64])  # one copy per domain, no state

@@ -477,7 +477,7 @@ def test_barriers_are_those_of_the_runtime() -> None:
 def test_ids_are_sorted_ahead_during_dense_compute() -> None:
     alone = run([STEP] * 3, Schedule(True, dense_us=10.0), 2)
     ahead = run([STEP] * 3, Schedule(True, dense_us=10.0, in_flight=2), 2)
-    # 10 of rank 0's 15 microseconds of sorting find room; the first step has nobody before it.
+    # 10 of rank 0's 15 microseconds of sorting find room; no step precedes the first one.
     assert alone.ends_us[-1] - ahead.ends_us[-1] == pytest.approx(20.0)
     # If one step has much to sort, two earlier windows help more than one.
     long = [STEP, STEP, replace(STEP, ids_us=np.array([25.0, 5.0]))]

@@ -1,4 +1,4 @@
-"""What a topology may declare: its cost, when plans use it, and bounds that stay valid."""
+"""Declared features of topologies: their cost, when plans use them, and valid bounds."""
 
 import json
 from dataclasses import replace

@@ -53,7 +53,7 @@ def test_plans_satisfy_their_problem_and_none_is_below_the_bound(problem: Proble
     check_plan(plan, problem)
     steps += steps_in_space([plan], problem)
     assert min(steps, default=np.inf) >= bound * (1 - 1e-9)
-    assert bound > 0 or not steps  # 0 says that no plan fits
+    assert bound > 0 or not steps  # 0: no plan fits
     found = verify_plan(plan, problem)
     assert found.certified == ("not_certified" not in plan.notes["certificate"]), found.why
     assert found.certified or problem.constraints.tables

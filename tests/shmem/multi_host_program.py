@@ -1,4 +1,4 @@
-"""What a user starts with torchrun on every host: shard, train, save; rank 0 writes what it saw."""
+"""A program for torchrun on every host: shards, trains and saves; rank 0 writes the results."""
 
 import sys
 import warnings

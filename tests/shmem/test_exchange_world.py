@@ -148,7 +148,7 @@ def test_bytes_between_hosts_follow_message_bits(labels: str) -> None:
         for kind in ("rows", "partial_sums", "bag_gradients"):
             assert sum(a[kind]) * 72 == sum(b[kind]) * 256 > 0, kind
         num_rows, rest = divmod(sum(a["gradient_rows"]) - sum(b["gradient_rows"]), 256 - 72)
-        assert rest == 0 and 256 < sum(a["gradient_rows"]) / num_rows < 260  # slots beside them
+        assert rest == 0 and 256 < sum(a["gradient_rows"]) / num_rows < 260  # and slots
         for kind in ("headers", "row_ids", "ids", "refreshed_rows"):
             assert a[kind] == b[kind], kind
         assert near == pytest.approx(losses, rel=0.01)

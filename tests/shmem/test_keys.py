@@ -138,7 +138,7 @@ def dealt(keys: Sequence[int], world_size: int) -> list[Sequence[int]]:
 
 
 def colliding(num: int, slots: int, bucket: int, seed: int = 0) -> list[int]:
-    """Keys of one bucket, as an attacker who knows the seed would choose them."""
+    """Keys of one bucket, as an attacker with the seed would choose them."""
     oracle = Oracle(slots, DynamicTable(seed=seed))
     keys = (k - (1 << 40) for k in itertools.count())
     return list(itertools.islice((k for k in keys if oracle.bucket_of(k) == bucket), num))

@@ -106,7 +106,7 @@ def test_refused_batches_do_not_count_in_frozen_collections() -> None:
 
 @pytest.mark.parametrize("left_out_before", [True, False])
 def test_a_refused_batch_of_unknown_collections_ends_the_run(left_out_before: bool) -> None:
-    """The group cannot know what the others have trained with it, and says so at the next batch."""
+    """The group cannot know which rows the others have trained with it: its next batch raises."""
     def body(both: list[ShardedTables], k: int) -> None:
         step(both, k)
         if left_out_before:

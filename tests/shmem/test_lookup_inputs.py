@@ -189,7 +189,7 @@ def test_a_missing_rank_ends_in_a_deadline_that_names_it(monkeypatch: pytest.Mon
     def body(group) -> str:
         tables = rs.open_tables(CASE, plan, group, SGD(lr=0.1))
         if group.rank == 1:
-            kept.append(tables)  # which would close when nobody refers to them
+            kept.append(tables)  # which would close when no reference is left
             return ""
         out = tables.lookup(rs.make_batch(CASE, 0, 4).lookup(CASE))
         start = time.monotonic()

@@ -422,7 +422,7 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
         in_parts(tables, [p.lookup(case) for p in parts], True, passes)
     except OperError as error:
         report(f"{type(error).__name__} {error}")
-        os._exit(0)  # nobody is left to wait for
+        os._exit(0)  # no rank is left to wait for
     return "no error"
 
 

@@ -120,5 +120,5 @@ def test_a_publication_places_rows_by_node(host: Host, monkeypatch: pytest.Monke
     for hot_only, both in (read[:2], read[2:]):
         assert hot_only == {"local": 100, "remote": 0}
         assert both["remote"] > 0
-    # What is near to one node is far from the other.
+    # Memory near one node is far from the other.
     assert read[1]["local"] + read[3]["local"] == cold.numel() + 200

@@ -208,7 +208,7 @@ def test_a_batch_refused_between_domains_releases_the_others(
                          ids=[*_MALFORMED, "id"])
 def test_replicas_in_all_domains_are_not_trained_with_another_batch(
         spoil: Callable[[Lookup], Lookup]) -> None:
-    """Lookups of replicated rows wait for nobody, so the others learn of it in their update."""
+    """Lookups of replicated rows do not wait, so the others notice the failure in their update."""
     plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "replicated")
 
     def body(group: ThreadGroup) -> type:

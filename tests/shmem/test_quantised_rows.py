@@ -318,7 +318,7 @@ def test_domains_hold_and_read_all_types(tiers: tuple[Tier, ...]) -> None:
         begins = [0, *STOPS.values()]
         held = sum((stop - begin) * widths[dtype]
                    for (dtype, stop), begin in zip(STOPS.items(), begins, strict=False))
-        # Replicated rows have a copy beside their masters; every range begins at a cache line.
+        # Replicated rows have a copy besides their masters; every range begins at a cache line.
         copies = 2 * sum(t.stop - t.start for t in tiers if t.placement == "replicated") * 80
         assert held <= publisher.memory_bytes()["tables"] <= held + copies + 64 * 40
 

@@ -168,7 +168,7 @@ def test_other_connections_cause_no_delay(monkeypatch: pytest.MonkeyPatch) -> No
         assert sorted(peers[a]) == [r for r in range(3) if r != a]
         for b, peer in peers[a].items():
             peer.sendall(bytes([10 * a + b]))
-    for a in range(3):  # a byte by itself is heard
+    for a in range(3):  # a single byte is received
         for b, peer in peers[a].items():
             assert select.select([peer], [], [], 10)[0] == [peer]
             assert peer.recv(2) == bytes([10 * b + a])
@@ -267,7 +267,7 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
             running[1].wait(200)
             running[0].wait(30)
         waits = running[0].poll() is None and (tmp_path / "seen.pt").exists()
-    # What still runs in the namespaces has been killed.
+    # All processes that still ran in the namespaces have been killed.
     logs = "\n".join((tmp_path / f"log-{node}").read_text() for node in range(2))
     assert running[1].wait(20) == 0 and (waits or running[0].wait(20) == 0), logs[-4000:]
     seen = torch.load(tmp_path / "seen.pt", weights_only=False)

@@ -119,7 +119,7 @@ def test_every_backward_pass_is_applied_once(optimizer: str, mode: str) -> None:
     for part, rows in _contents(in_turn).items():
         assert torch.equal(rows, _contents(together)[part]), part
     if optimizer != "adam":
-        assert saw == want, "lookups of rows that nobody else trains"
+        assert saw == want, "lookups of rows that no other thread trains"
 
 
 def test_threads_that_share_rows() -> None:
@@ -324,7 +324,7 @@ def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -
         # One after another they may: the calls of a rank stay in one order.
         for name in ("second", "third"):
             assert _in_thread(name, lambda: tables.lookup(batch).sum().backward()) is None
-        # Nor does a lookup count whose result nobody holds.
+        # A lookup whose result is not referenced does not count.
         out = tables.lookup(batch)
         del out
         gc.collect()

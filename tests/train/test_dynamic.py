@@ -131,7 +131,7 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
     batch = next(iter(click_batches(trained, "valid")))
     keys = batch.sparse_features
     ids = keys.values().clone()
-    ids[::5] = torch.arange(ids[::5].numel()) - (1 << 63)  # nobody knows them
+    ids[::5] = torch.arange(ids[::5].numel()) - (1 << 63)  # keys of no row
     lengths = keys.lengths().view(len(keys.keys()), -1)
     request = Request(batch.dense_features.numpy(), lengths.numpy().astype(np.int32), ids.numpy())
 
