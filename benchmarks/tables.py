@@ -2,7 +2,7 @@
 docs/explanation/reliability.md and docs/reference/recommender-results.md.
 
     python benchmarks/tables.py            # rewrites them
-    python benchmarks/tables.py --check    # fails where a table is not what the records say
+    python benchmarks/tables.py --check    # fails if a table differs from the records
 
 A table stands between ``<!-- records: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
 """
@@ -155,7 +155,7 @@ def cases_of(record: str) -> dict[str, dict[str, Any]]:
 
 
 def front() -> str:
-    """The front page's table: what was measured, as each record says it."""
+    """The front page's table: the results of the records."""
     rows = [*_front_training(), *_front_plans(), *_front_serving(), *_front_rest()]
     return table(["what", "result", "record"], rows, 3)
 
@@ -416,7 +416,7 @@ def main() -> int:
     for page in stale:
         if not check:
             page.write_text(rendered(page.read_text()))
-        print(f"{'not what the records say' if check else 'rewritten'}: {page}", file=sys.stderr)
+        print(f"{'differs from the records' if check else 'rewritten'}: {page}", file=sys.stderr)
     return int(check and bool(stale))
 
 

@@ -150,10 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="build there and keep it; a second run compiles what has changed")
     parser.add_argument("--through", default="", metavar="COMMAND",
                         help="start builds and tests by it, e.g. 'nice -n 19'")
-    parser.add_argument("--jobs", type=int, default=1, help="files of tests at once")
-    parser.add_argument("--list", action="store_true", help="only print what is run and what not")
+    parser.add_argument("--jobs", type=int, default=1, help="number of test files run in parallel")
+    parser.add_argument("--list", action="store_true",
+                        help="only print the tests that run, and the exceptions")
     parser.add_argument("tests", nargs="*", metavar="TEST",
-                        help="tests in place of the default ones, as pytest takes them")
+                        help="tests instead of the default ones, as pytest takes them")
     args = parser.parse_args(arguments)
     if args.list:
         for name in args.kind or sorted(KINDS):

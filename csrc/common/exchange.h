@@ -1,4 +1,4 @@
-// The messages between ranks of different memory domains: what they contain, their sizes, and the
+// The messages between ranks of different memory domains: their contents, their sizes, and the
 // checks of received data. Shared by host and device, which pack and unpack the arrays themselves.
 //
 // In every phase all ranks first exchange headers of a fixed size (phase, error, counts). Then each

@@ -102,7 +102,7 @@ inline Description description_of(int64_t rank, int64_t world_size,
                                     &d.maps,     &d.features,    &d.refreshes,
                                     &d.touched,  &d.squares,     &d.outboxes};
   STD_TORCH_CHECK(arrays.size() == std::size(places),
-                  "internal: not the arrays of context_arguments");
+                  "internal: other arrays than those of context_arguments");
   for (size_t k = 0; k < arrays.size(); ++k) *places[k] = int64_data(arrays[k]);
   d.num_tables = arrays[0].size(0);
   d.num_maps = arrays[3].numel() / 2;

@@ -134,7 +134,7 @@ class KeyTables {
   std::vector<KeyTableRules> rules;
   std::vector<KeyLists> lists;  // [W]
   std::vector<OwnBuckets> own;  // by table
-  std::atomic<bool> is_mixed;  // batches have had ids of several tables, or of none
+  std::atomic<bool> is_mixed;  // some batch had ids of several tables, or of no table
 
   // See KeyLookup::table_of.
   const int32_t* table_of_keys(const int64_t* key_of, int64_t num_features, int64_t num_keys);

@@ -16,9 +16,9 @@
   } while (false)
 // Launches a kernel that may start while its predecessor on the stream still runs (programmatic
 // dependent launch, sm_90 and newer). The kernel must call `wait_for_earlier_kernel` before it
-// reads what the predecessor writes, or writes what that uses; results of earlier kernels it may
-// read before only if the predecessor was not launched this way. The predecessor may call
-// `let_next_kernel_begin`.
+// reads memory that the predecessor writes, or writes memory that the predecessor uses. It may read
+// results of earlier kernels before that call only if the predecessor was not launched this way.
+// The predecessor may call `let_next_kernel_begin`.
 #define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
   do {                                                                                 \
     cudaLaunchAttribute attribute{};                                                   \

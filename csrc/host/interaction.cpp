@@ -77,7 +77,7 @@ void forward_shared_interaction(Context& context, const Batch& batch, const Shar
   const int64_t count = static_cast<int64_t>(blocks.size());
   run_tasks(context, count, count == 1, [&](int64_t index, Scratch& scratch) {
     const auto [user, begin, n] = blocks[index];
-    // Shared rows [num_shared, dim]; what `interact` computes of them [dim + user_pairs]; rows of
+    // Shared rows [num_shared, dim]; the results of `interact` for them [dim + user_pairs]; rows of
     // the samples' own features [num_own - 1, n, dim].
     float* common = scratch.get<float>(1, (num_shared + 1) * dim + user_pairs + (num_own - 1) * n * dim);
     float* products = common + num_shared * dim;

@@ -57,8 +57,8 @@ size_t pool_size(size_t bytes) {
 
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer identifies memory by its address. To find races between ranks that are threads,
-// they must therefore map a segment at the same address, and what one rank may write, all can
-// write.
+// they must therefore map a segment at the same address, and all can write to memory that one rank
+// may write to.
 struct Place {
   void* data;
   size_t bytes;

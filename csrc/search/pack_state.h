@@ -392,7 +392,7 @@ class PackState {
     *slope = 0;
     for (int64_t g = 0; g < G; ++g) {
       if (fill[g] <= 0) continue;
-      // Rounding to units may add half a unit to what fills the memory.
+      // Rounding to units may add half a unit to the used memory.
       const double memory = 1.0 - 0.5 * fill[g] / double(units_in_all());
       const double level = g < G - 1 ? level_[g / groups_] : memory;
       const double share = (level - (own[g] + all[g] + (more[g] - less[g]))) / fill[g];

@@ -41,7 +41,7 @@ class Tally:
 
     Attributes:
         max_bytes: memory limit; while the table grows, it takes up to a quarter more.
-        error: upper limit of what `purge` has subtracted from any count.
+        error: upper limit of the amount that `purge` has subtracted from any count.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -171,7 +171,7 @@ class HeavyHitters:
 
     @property
     def error(self) -> int:
-        """Upper limit of what was subtracted from any count."""
+        """Upper limit of the amount subtracted from any count."""
         return self.tally.error
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:

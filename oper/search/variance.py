@@ -156,7 +156,7 @@ def _solve(base: np.ndarray, loads: np.ndarray, variances: np.ndarray, of: np.nd
 
     Args:
         base: float64 [P, 8, W], microseconds by phase, group of terms and rank with exact messages.
-        loads: float64 [N, P, 8, W], what each choice adds (it is not positive).
+        loads: float64 [N, P, 8, W], change of `base` by each choice, <= 0.
         variances: float64 [N], of each choice, relative to the budget.
         of: int64 [N], table and direction of each choice.
 

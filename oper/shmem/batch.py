@@ -21,7 +21,7 @@ class SeenKeys:
         version: in-place version counter of `ids` at the lookup; -1 if it has none.
         rows: int64 or int32 [N], the rows that the lookup read: the key's row, or 0 for a key
             without one; for other tables equal to `ids`.
-        found: what the back end's kernels need for the update, see `Keys` and `DeviceKeys`.
+        found: data that the back end's kernels need for the update, see `Keys` and `DeviceKeys`.
         updates: number of updates of the directories before the lookup.
     """
 

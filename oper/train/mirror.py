@@ -81,7 +81,7 @@ class RunMirror:
         while not self._stop.wait(INTERVAL_S):
             try:
                 self._log_once(self.update())
-            except Exception as error:  # of any class, by fsspec's stores, which may come back
+            except Exception as error:  # stores raise any class; a retry may succeed
                 self._log_once(str(error) or type(error).__name__)
 
     def _log_once(self, text: str) -> None:

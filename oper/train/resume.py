@@ -41,7 +41,7 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
     """Remove an earlier run's checkpoint, from which this run could otherwise resume."""
     place = Path(out) / CHECKPOINT
-    if place.is_symlink():  # to what may belong to others
+    if place.is_symlink():  # to a folder that may belong to others
         place.unlink()
     for suffix in ("", ".previous", ".saving", ".deltas"):
         folder = Path(out) / f"{CHECKPOINT}{suffix}"

@@ -116,8 +116,8 @@ def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
 @emulated
 @pytest.mark.slow
 def test_a_link_drops_while_a_model_trains() -> None:
-    """Its host waits for its own rows under any plan: a move gains little, and is not made before
-    it has paid. The rows are those of a run that never moved."""
+    """The host of the slow link waits for its own rows under any plan, so a move gains little, and
+    happens only once it has saved its cost. The rows equal those of a run without moves."""
     work = workload.Workload((4_000, 2_000, 800, 40), 64, 513, 4)
     found, = _run(LinkChange("drops", Links(3, 100), work, num_batches=8, num_stats_batches=8))
     event = found["events"][0]

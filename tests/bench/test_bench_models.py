@@ -213,7 +213,7 @@ def test_open_bandit(tmp_path: Path) -> None:
                      OPER_DATA=str(log.parents[3]))
     entries = {e["name"]: e for e in found}
     assert len(entries) == 4
-    same = entries["open-bandit/random-log/random"]  # every estimate is near what was logged
+    same = entries["open-bandit/random-log/random"]  # every estimate is near the logged mean
     rate = same["on_policy"]["mean"]
     assert rate == pytest.approx(same["clicks"] / same["rows"], abs=1e-6)
     assert same["estimates"]["ips"]["mean"] == pytest.approx(rate, rel=1e-4)

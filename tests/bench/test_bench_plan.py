@@ -162,7 +162,7 @@ def test_one_file_to_write_and_to_resume_from_need_not_exist(suite, tmp_path, ca
     assert kept == made[0] and new["name"] == "published/small/8/training/0"
 
 
-def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> None:
+def test_a_plan_slower_than_a_peers_is_not_verified(suite, monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan, "score_peers", lambda *a: {"faster": 1e-3})
     assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "0") == 1
     assert "faster" in capsys.readouterr().out

@@ -111,7 +111,7 @@ def test_results_of_loadgen() -> None:
     single = loadgen.run(loadgen.Settings("SingleStream", 400, 0.2, num_samples=4), answering)
     assert single.latency_ms["p50"] > 1.0
     offline = loadgen.run(loadgen.Settings("Offline", 400, 0.2, num_samples=4), answering)
-    assert not offline.valid  # far too fast for what was expected: the run is too short
+    assert not offline.valid  # far faster than expected, so the run is too short
     assert offline.notes == ["Min duration satisfied: NO"]
     assert loadgen.Settings("Server", 1, 5).to_json()["shortened"]
     assert not loadgen.Settings("Server", 1, 600).to_json()["shortened"]

@@ -55,7 +55,7 @@ def test_a_call_survives_failing_parts_and_the_next_one_continues(gpu: Any, tmp_
     assert states == {"build": "ok", "broken": "failed with 3", "absent": "not there",
                       "hangs": "out of time after 3 s"}
     assert "begun" in (out / "log.txt").read_text()
-    # Elsewhere, from the first call's record: what was done is not done again, but for the build.
+    # Elsewhere, from the first call's record: finished parts are not repeated, except the build.
     again = tmp_path / "again"
     assert call(gpu, monkeypatch, "--out", str(again), "--resume", str(out / "gpu.json"),
                 "--only", "[!bh]*") == 1

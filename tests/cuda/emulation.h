@@ -1,10 +1,10 @@
 // The parts of CUDA that csrc/device uses, on one CPU core: every thread of a block is a fiber, and
-// warp and block operations wait for the lanes they name. It finds what a race-free GPU run would
-// compute, aborts on what would be undefined there (a lane that has ended while others wait for
-// it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so that a result that
-// depends on that order shows. Streams are ordered by events only and do their work as late as they
-// can, so that a missing wait shows. The memory of each device has addresses of its own, and whatever
-// accesses memory that it could not address on hardware aborts.
+// warp and block operations wait for the lanes they name. It computes the results that a race-free
+// GPU run would compute, aborts on what would be undefined there (a lane that has ended while
+// others wait for it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so
+// that a result that depends on that order shows. Streams are ordered by events only and do their
+// work as late as they can, so that a missing wait shows. The memory of each device has addresses
+// of its own, and whatever accesses memory that it could not address on hardware aborts.
 #pragma once
 
 #include <algorithm>
@@ -177,7 +177,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   oper::emulation::finish(oper::emulation::record(stream));
   return cudaSuccess;
 }
-// Waits only for what `cudaMemcpy` and `cudaMemset` do, at once here.
+// Waits only for `cudaMemcpy` and `cudaMemset`, which are synchronous here.
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 using cudaEvent_t = oper::emulation::Event*;

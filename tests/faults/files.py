@@ -205,7 +205,7 @@ def _judge(answer: str, path: Path, before: dict[str, bytes], words: tuple[str, 
         outcome.break_guarantee(f"the error does not say why: {answer}")
     for name, content in before.items():
         if not (path.parent / name).exists() or (path.parent / name).read_bytes() != content:
-            outcome.break_guarantee(f"{name} is no more what it was")
+            outcome.break_guarantee(f"{name} has changed")
     return outcome
 
 

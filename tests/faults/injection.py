@@ -114,7 +114,7 @@ class Outcome:
 # ---- the ranks -----------------------------------------------------------------------------------
 
 def _harm(injection: Injection, note: str) -> None:
-    """Do what `csrc/host/faults.cpp` does, at points in Python."""
+    """Inject the faults of `csrc/host/faults.cpp` at points in Python."""
     with open(note, "wb", buffering=0) as file:
         file.write(struct.pack("q", time.monotonic_ns()))
     if injection.fault == "slow":

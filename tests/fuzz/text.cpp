@@ -1,6 +1,6 @@
 // Fuzzing of the parser of delimited text (csrc/data/text.cpp): `text RUNS SEED`, or linked with a
 // coverage-guided fuzzer through LLVMFuzzerTestOneInput. Built with the address and undefined
-// behaviour sanitizers, which end the program at the first access outside of what it was given.
+// behaviour sanitizers, which end the program at the first access outside of its input.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

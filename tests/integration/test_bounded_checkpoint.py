@@ -161,7 +161,7 @@ def test_peak_memory_is_a_few_chunks(tmp_path: Path) -> None:
         # One logical row range per rank, with what gathering and writing it takes.
         assert plain <= 1.25 * table + slack, "plain save"
         assert plain_load <= 0.4 * table + slack, "plain load"
-        assert plain > 0.4 * table, "the measure sees what a plain save copies"
+        assert plain > 0.4 * table, "the measurement misses the copies of a plain save"
 
 
 # ---- crashes -------------------------------------------------------------------------------------

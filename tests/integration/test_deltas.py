@@ -128,7 +128,7 @@ def test_a_delta_that_one_rank_did_not_write_is_ignored(tmp_path: Path) -> None:
         newer, older = newer + int((~old).sum()), older + int((~new).sum())
     assert newer and older
     assert_bitwise(run_ranks(loaded, 2, 101, str(folder), range(4, 4)), before, "one step back")
-    assert len(find(folder, folder)) == 2  # what was half there is gone
+    assert len(find(folder, folder)) == 2  # the incomplete folder is gone
 
 
 def _newest(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:

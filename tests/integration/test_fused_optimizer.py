@@ -267,7 +267,7 @@ def test_no_copy_of_the_state_stays_in_memory() -> None:
                 and not isinstance(x, TableTensor)}  # that has no memory
 
     model = oper.shard(bags("ab", rows=50_000), optimizer=oper.RowWiseAdagrad(lr=0.1))
-    before = large()  # also what other tests have left, which stays alive by this reference
+    before = large()  # also tensors of other tests, which this reference keeps alive
     optimizer = CombinedOptimizer([("", OptimizerWrapper(model.fused_optimizer))])
     state = optimizer.state_dict()
     assert len(large().keys() - before.keys()) == 2

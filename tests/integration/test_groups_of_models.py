@@ -92,7 +92,7 @@ def test_models_are_trained_and_saved(every: int, delay: int, labels: str, tmp_p
     assert torch.equal(start, table(0).weight)
     if every == 1:
         return
-    # One rank loads what the groups have saved.
+    # One rank loads the groups' checkpoint.
     alone = oper.shard(table(1), optimizer=oper.SGD(lr=LR))
     oper.load_checkpoint(tmp_path / "saved", alone)
     assert torch.equal(alone.weight.detach().clone(), saved) and not torch.equal(saved, rows)

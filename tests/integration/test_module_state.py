@@ -423,7 +423,7 @@ def test_number_of_python_calls_per_step(make: Callable[[], tuple[torch.nn.Modul
     def values(out: Any) -> torch.Tensor:
         return out if isinstance(out, torch.Tensor) else out.values()
 
-    for _ in range(2):  # what is known after the first batches
+    for _ in range(2):  # the contents after the first batches
         out = values(model(*inputs))
         out.backward(torch.ones_like(out))
     with torch.no_grad():

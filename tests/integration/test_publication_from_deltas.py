@@ -226,7 +226,7 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
     part = max(number(run, 0).glob("*.npz"))
     with zipfile.ZipFile(part) as archive:
         end = max(i.header_offset + i.file_size for i in archive.infolist()
-                  if i.filename.endswith(".rows.npy"))  # of its last rows, about
+                  if i.filename.endswith(".rows.npy"))  # the end of its rows
     data = bytearray(part.read_bytes())
     data[end - 8] ^= 1
     part.write_bytes(data)

@@ -218,7 +218,7 @@ def test_torchrec_collection(data_type: str) -> None:
     got.values().pow(2).sum().backward()
     fused = sharded.fused_optimizer.state_dict()["state"]
     assert fused["embedding_bags.a.weight"]["a.momentum1"].dtype == torch.float32
-    # Loads what it saved, and an fp32 model's tables, rounded to nearest.
+    # Loads its own checkpoint, and an fp32 model's tables, rounded to nearest.
     other = oper.shard(half_collection(data_type), optimizer=oper.RowWiseAdagrad(lr=0.1))
     other.load_state_dict(sharded.state_dict())
     for key, value in sharded.state_dict().items():

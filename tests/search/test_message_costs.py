@@ -86,7 +86,7 @@ def test_partial_sums_shrink_and_ids_do_not() -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_each_table_and_direction_has_its_own_bits(mode: str) -> None:
-    """Links between hosts carry what the tables alone send with their bits."""
+    """Links between hosts carry the sum of each table's messages with its bits."""
     bits = {"t0": (8, 16), "t1": (16, 8)}
     problem, _ = hosts(bits)
     plan = IN_MODE[mode](uniform_plan([t.spec for t in problem.tables], 4, "striped"))
@@ -418,7 +418,7 @@ def test_a_budget_is_kept_and_used() -> None:
     for budget in (1.0, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6):
         found = choose_dtypes(TABLES, given, known, budget)
         assert found.error <= budget
-        if budget <= 1e-3:  # what is left would not pay for a block of each table
+        if budget <= 1e-3:  # the rest is too little for a block of each table
             assert found.error > 0.93 * budget
         error, num_bytes = expected(given, known, found.dtypes)
         assert error == pytest.approx(found.error)

@@ -172,7 +172,7 @@ def _differences(rank: int, world_size: int) -> int:
     lengths = torch.full((3 * BATCH,), 2)
     large = tables.lookup(Lookup(ids.reshape(-1), lengths, key_of, BATCH))
     row_bytes, cache = large[0].nbytes, torch.ops.oper.last_level_cache_bytes()
-    assert PART * row_bytes < cache / 4 < BATCH * row_bytes  # what is written past the caches
+    assert PART * row_bytes < cache / 4 < BATCH * row_bytes  # outputs that bypass the caches
     differ = 0
     for at in range(0, BATCH, PART):
         part = ids[:, at:at + PART].reshape(-1)

@@ -256,7 +256,7 @@ def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("how", ["close", "collect"])
 def test_closed_tables_leave_no_connection(how: str) -> None:
     for found in run_world(2, _ends, how, labels="ab"):
-        # One of the process that this is a fork of may be closed meanwhile; none may be added.
+        # A connection inherited from the parent process may close meanwhile; none may be added.
         assert all(b <= a for a, b in pairwise(found)) and found[0][1] == 0, found
 
 
@@ -299,7 +299,7 @@ def _one_closes(rank: int, world_size: int) -> list[float]:
     if rank == 0:
         first.tables.close()
     dist.barrier()
-    time.sleep(0.3)  # what was said has arrived
+    time.sleep(0.3)  # the announcement of rank 0 has arrived
     if rank == 1:
         with pytest.raises(PeerLostError, match="rank=0"):
             _train_bag(first)

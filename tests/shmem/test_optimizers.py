@@ -105,7 +105,7 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
     got = train_sharded(case, rp.mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
     want = rs.train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
-    # A table is not disturbed by what its neighbours use.
+    # The optimizers of other tables do not affect a table.
     alone, together = (
         train_sharded(case, uniform_plan(case.tables, world_size), steps[:1], o, RATES[:1])
         for o in (EVERY["adam"], optimizers))

@@ -278,7 +278,7 @@ def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) ->
 def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> None:
     first = config(prepared, tmp_path / "first", **FLAGS | {"max_steps": 8})
     train(first, show_progress=False)
-    # Without learning rates a step changes nothing: what is left is what was loaded.
+    # Without learning rates a step changes nothing, so the state is the loaded one.
     still = FLAGS | {"max_steps": 1, "start": str(tmp_path / "first"), "seed": 9,
                      "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
     train(config(prepared, tmp_path / "second", **still), show_progress=False)

@@ -116,7 +116,7 @@ struct Tables {
   bool is_unmarked = false;                  // a step was captured while changed rows were not marked
   int64_t num_squares = 0;                   // exchanges of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses, see PushPlan
-  int64_t partial_bytes = 0;                 // of each
+  int64_t partial_bytes = 0;                 // bytes of each of the `partials`
   // Whether rows of peers are staged: 1 = yes, 0 = no, -1 = if rows repeat.
   int64_t pull = -1;
   int64_t most_staging_bytes = int64_t{1} << 30;

@@ -318,7 +318,7 @@ struct CodedRange {
   }
 };
 
-template <class E>  // of the numbers
+template <class E>  // type of the numbers
 int64_t quantise_as(const QuantiseJob& job, float* numbers, uint8_t* codes) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   constexpr float kRound = 12582912.0f;  // 3 * 2^22: adding it rounds small numbers to integers

@@ -86,7 +86,7 @@ constexpr int64_t kDrawnColumns = 64;  // drawn at once: two registers of eight 
 OPER_INLINE void draw_columns(int64_t key, uint64_t seed, int64_t block, float bound, float* out) {
 #if defined(OPER_KERNELS_AVX512)
   // Philox in 64-bit lanes, one block of four columns per lane; products use the lower 32 bits.
-  // Twice as fast as what compilers make of scalar code, which unpacks and packs every product.
+  // Twice as fast as compiled scalar code, which unpacks and packs every product.
   constexpr int kHalves = 2;
   const auto all = [](uint32_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); };
   const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);

@@ -77,7 +77,8 @@ struct KeyBlock {
 constexpr int64_t kBlockKeys = 32;
 
 // Calls each stage(block, index of its first key, number of keys) for all blocks of `n` keys. Each
-// stage is kBehind blocks behind the one before it, so that what that has prefetched has arrived.
+// stage is kBehind blocks behind the one before it, so that the data which the earlier stage has
+// prefetched have arrived.
 template <class... Stages>
 OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   constexpr int64_t kSize = kBlockKeys, kBehind = 2;
@@ -134,7 +135,7 @@ OPER_INLINE uint32_t opaque(uint32_t x) {
   return x;
 }
 
-constexpr int64_t kNumberedKeys = 128;  // numbered at a time
+constexpr int64_t kNumberedKeys = 128;  // maximum number of keys that one call numbers
 
 // Numbers keys in the order of their first occurrence, and counts them. Keys of earlier calls are
 // recognised in vectorised loops, the others one by one: which of these are new cannot be

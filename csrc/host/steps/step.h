@@ -28,7 +28,7 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 // Waits for all ranks of this memory domain, see Barrier::arrive.
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false,
                        uint32_t settings = 0);
-// The same after Barrier::come.
+// The same for a rank that has already called Barrier::come.
 Status wait_for_domain(Context& context);
 
 // Waits until all ranks have arrived; if there are several memory domains, exchanges what ranks

@@ -21,7 +21,7 @@ from oper.train.model import ranks
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to each peer
 _ROUNDS, _PER_ROUND = 13, 4
-_LOOPBACK_RANKS = 2  # enough to measure what a byte costs its sender and receiver
+_LOOPBACK_RANKS = 2  # enough to measure the cost of a byte to sender and receiver
 
 
 def measure_network(world_size: int) -> dict[str, float]:

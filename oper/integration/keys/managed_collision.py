@@ -102,7 +102,7 @@ class Managed:
         return rule_of(self.config, self.modules[self.table])
 
     def raw_keys(self) -> RawKeys:
-        """Return the module that takes the place of the table's; see `RawKeys`."""
+        """Return the module that replaces the table's managed-collision module; see `RawKeys`."""
         return RawKeys(self.modules[self.table], self.table)
 
 

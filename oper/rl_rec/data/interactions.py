@@ -23,7 +23,7 @@ PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How a log becomes interactions, and what is held out.
+    """How a log becomes interactions, and which of them are held out.
 
     Attributes:
         user, item: names of the folder's sparse columns of users and items.
@@ -31,12 +31,11 @@ class DataOptions:
         item_core: the minimum for items, if it differs from that for users; 0 = `k_core`.
         only: ``"positive"``: interactions with reward <= 0 are removed first; ``"all"``: they are
             part of the history.
-        protocol: what is held out.
-            ``"leave_last_two"``: the last two positive interactions of a user are its validation
-            and its test target; the interactions before them are for training.
-            ``"leave_last_baskets"``: the same with a user's last two baskets that contain a
-            positive item not in earlier baskets; all such items are targets. For logs in which
-            several rows have one time, so that rows within a basket have no order.
+        protocol: which interactions are held out. ``"leave_last_two"``: the last two positive
+            interactions of a user are its validation and its test target; the interactions before
+            them are for training. ``"leave_last_baskets"``: the same with a user's last two baskets
+            that contain a positive item not in earlier baskets; all such items are targets. For
+            logs in which several rows have one time, so that rows within a basket have no order.
             ``"time"``: positive interactions in two last periods, the same periods for all users.
             ``"held_out_users"``: users drawn for validation and test do not train. A random share
             `fold_in` of each one's interactions is its history, and the positive ones of the rest

@@ -31,7 +31,7 @@ class Protocol:
     """An evaluation protocol.
 
     Attributes:
-        data: how the log becomes interactions, and what is held out.
+        data: how the log becomes interactions, and which of them are held out.
         metrics: options of the metrics.
         reported: names of the metrics in a table; validation selects weights by the first one.
         threshold: lowest rating with label 1; None = the recipe's.

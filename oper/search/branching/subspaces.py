@@ -127,7 +127,7 @@ class Subspace:
         return True
 
     def branch(self, step_us: float, goal_us: float, deadline: float | None) -> None:
-        """Branch once to raise the bound over plans faster than the cutoff `step_us`.
+        """Branch once to raise the bound of all plans with a step below `step_us`.
 
         Args:
             step_us: the step of a known plan, microseconds.

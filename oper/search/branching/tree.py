@@ -83,7 +83,7 @@ class SearchTree:
 
     Attributes:
         root: the root node.
-        bound: bound of all plans, which is that of the leaf with the least bound.
+        bound: bound of all plans, the least bound of a leaf.
         solved: number of relaxations solved so far.
         work: cost of these: rounds x (tables x classes of owners + a constant), about the number
             of tables priced. Deterministic, so that equal seeds give equal plans; one unit takes

@@ -360,7 +360,7 @@ class CostModel:
             piece: its columns, and tiers of all or some of its rows.
             ordered: whether positions are hotness ranks; else they are ids.
             alone: whether no other rows of the table are pushed. If False, partial sums and own
-                requests, which are concave in what an owner holds, are left out; the caller adds
+                requests, which are concave in the mass of an owner, are left out; the caller adds
                 them for the table as a whole.
         """
         width, world = piece.stop - piece.start, self.machine.world_size

@@ -131,7 +131,7 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
         if held.tiers is not None:
             base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
-            # Partial sums are concave in what an owner holds: if the owner also has other pushed
+            # Partial sums are concave in the mass of an owner: if the owner also has other pushed
             # rows, pinned rows may add no partial sums.
             alone = "push" not in problem.modes_of(t.spec.name) or _is_whole(t, tiers)
             pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers), ordered, alone))

@@ -1,8 +1,8 @@
-"""Replay of real batches through a plan: exact counts of what ranks read, without executing it.
+"""Replay of real batches through a plan without executing it: exact counts of ranks' reads.
 
-`Replay` computes in NumPy, from the plan and the ids alone, what the runtime's counters
-(`oper.rows.traffic`) count while it runs; both are equal, unit for unit. The functions of
-`oper.search.replay.timeline` convert the same batches to seconds.
+`Replay` computes in NumPy, from the plan and the ids alone, the counts of the runtime's counters
+(`oper.rows.traffic`); both are equal, unit for unit. The functions of `oper.search.replay.timeline`
+convert the same batches to seconds.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Placed:
 
 
 class Replay:
-    """Counts what the ranks read when they process batches under a plan.
+    """Counts the reads of ranks that process batches under a plan.
 
     Args:
         plan: the plan.

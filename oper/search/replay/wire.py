@@ -1,7 +1,7 @@
 """Replay of real batches through a plan: bytes that ranks of different memory domains send.
 
-`WireReplay` computes in NumPy, from the plan and the ids alone, what the exchange between domains
-sends while it runs; the result equals `ShardedTables.sent_bytes`, byte for byte.
+`WireReplay` computes in NumPy, from the plan and the ids alone, the bytes that the exchange between
+domains sends; the result equals `ShardedTables.sent_bytes`, byte for byte.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class WireReplay:
 
     def _count(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,
                batch: TableBatch) -> None:
-        """Add what a rank and the owners of the rows that it looks up send each other."""
+        """Add the messages between a rank and the owners of the rows that it looks up."""
         world = self.plan.world_size
         tier, owner = placed.resolve(np.unique(batch.ids))
         near = ~self.far[reader][owner]

@@ -198,7 +198,8 @@ class CandidatePool:
         return (candidate.stops[-2] if len(candidate.stops) > 1 else 0), last
 
     def _amount(self, t: TableProblem, candidates: list[Candidate]) -> np.ndarray:
-        """Features by option of candidates of table `t`; float64 [N, O, 4]."""
+        """Features of the rows that each candidate of table `t` gives each option; float64 [N, O,
+        4]."""
         tiers = max(len(r.stops) for r in candidates)
         ends = np.zeros((len(candidates), tiers + 1))
         options = np.zeros((len(candidates), tiers), np.int64)

@@ -342,7 +342,7 @@ class Keys:
 
     def _write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
                checks: bool) -> int:
-        """Do what `write` states; return the index of the first invalid record, or -1."""
+        """Write records as `write` does; return the index of the first invalid one, or -1."""
         return int(torch.ops.oper.keys_write(self._records(writes=True), self.tables[name],
                                              RECORDS[part], numbers, records, checks))
 

@@ -230,6 +230,6 @@ class DeviceKeys(Keys):
 
 
 def _last_changes(handle: int, tables: Any) -> tuple[torch.Tensor, list[int]]:
-    """Return what `RowHistory` asks for, without the keys."""
+    """Return the rows and bounds that `RowHistory` reads, without the keys."""
     rows, bounds = torch.ops.oper.device_keys_new(handle, tables.handle)
     return rows[:, None], bounds

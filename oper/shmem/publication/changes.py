@@ -78,7 +78,7 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
         bad = ~torch.isfinite(rows).all(dim=1)
         raise InvalidInputError(what, f"row {int(ids[int(bad.nonzero()[0])])}", "inf or nan",
                                 f"finite numbers that {rows.dtype} holds",
-                                "look at the training run")
+                                "publish weights from before training diverged")
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
@@ -95,7 +95,7 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
         check_dense(entry, dense)
         if not _is_finite(dense[entry.key]):
             raise InvalidInputError(what, entry.key, "inf or nan", "finite numbers",
-                                    "look at the training run")
+                                    "publish weights from before training diverged")
     return entries
 
 
@@ -139,4 +139,4 @@ def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
                                 "publish weights of the same model")
     if bool(value.isnan().any()):
         raise InvalidInputError("cannot publish dense weights", entry.key, "nan", "no NaN",
-                                "look at the training run")
+                                "publish weights from before training diverged")

@@ -37,8 +37,8 @@ class Reader:
         self._data, self._at = data, 0
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, bits: int = 32) -> torch.Tensor:
-        """Return the next matrix [rows, columns]: with 32 `bits` of `dtype`, as stored; with fewer
-        decoded from what `coded` wrote, float32."""
+        """Return the next matrix [rows, columns]: of `dtype` if `bits` is 32; else float32, decoded
+        from the codes of `coded`."""
         if bits < 32:
             found = torch.empty(rows, columns, dtype=torch.float32)
             torch.ops.oper.decode_rows(self._next(rows * number_bytes(bits, columns)), bits, found)

@@ -68,7 +68,7 @@ class _Part:
         bits: bits per number of a row.
         before: this rank's rows and states at `slots` when they were sent, by view; None where
             they are neither rounded nor updated before they are replaced.
-        received: waits for the exchange and yields what `_send_rows` describes.
+        received: waits for the exchange and yields the rows that `_send_rows` describes.
     """
 
     slots: list[np.ndarray]
@@ -385,7 +385,7 @@ class Synchronizer:
         for (k, name, view, rows), before in zip(part.received(), part.before, strict=True):
             means = mean(part.slots[k], part.contributed[k], rows)
             if before is not None:
-                if self._bits_of(k, name, part.bits) < 32:  # what the other groups have
+                if self._bits_of(k, name, part.bits) < 32:  # rounded, as the others have them
                     before.index_copy_(0, places(part.slots[k], part.contributed[k][own]),
                                        rows[own])
                 optimizer = OPTIMIZERS[self.tables.directories[k].table.optimizer]
