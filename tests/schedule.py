@@ -73,7 +73,7 @@ NIGHTLY = (
     # ---- data ------------------------------------------------------------------------------------
     Nightly("tests/data/test_resuming.py::test_killed_runs_resume_where_they_stopped",
             "test_cuts.py kills a run of one and of two; test_a_resumed_run_reads_no_unit_twice"),
-    Nightly("tests/data/test_resuming.py::test_many_jobs_that_begin_at_once_never_mix",
+    Nightly("tests/data/test_resuming.py::test_many_jobs_that_begin_together_never_mix",
             "test_another_job_is_refused_while_a_run_is_active"),
     Nightly("tests/data/test_resuming.py::test_a_full_disk_is_named_with_its_path",
             "test_time_splits.py::test_a_full_disk_is_named"),
@@ -134,11 +134,11 @@ NIGHTLY = (
             "test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares",
             "test_bound.py bounds both from below; test_cost.py has their loads"),
     Nightly("tests/search/test_bound.py::"
-            "test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan",
+            "test_each_row_is_a_bound_that_some_plan_nearly_attains",
             "each kind of link at least once, equal and unequal, training and inference",
             "(gpus|hosts|pairs)-training|hosts-inference"
             "|pairs-inference|shared-(training|inference|(pairs|racks)-training)|racks-training"),
-    Nightly("tests/search/test_constraints.py::test_the_planner_splits_only_what_may_be_split",
+    Nightly("tests/search/test_constraints.py::test_the_planner_splits_only_tables_that_may_be_split",
             "shmem/test_optimizers.py: such plans are refused"),
     Nightly("tests/search/test_constraints.py::"
             "test_rows_that_may_not_be_striped_are_divided_by_ranges", "one of the optimizers",
@@ -231,7 +231,7 @@ NIGHTLY = (
             "exact messages, and 16 bits in one direction", r"16|\(32, 16\)"),
     # ---- training --------------------------------------------------------------------------------
     Nightly("tests/rl_rec/test_off_policy.py::test_a_high_return_beats_the_behaviour_policy",
-            "test_calibrated_targets_interpolate_what_was_achieved; rl_rec/test_sqn.py"),
+            "test_calibrated_targets_interpolate_achieved_returns; rl_rec/test_sqn.py"),
     Nightly("tests/rl_rec/test_sqn.py::test_learned_policies_do_better_than_the_log",
             "cloned and td3+bc", "cql|dqn|iql"),
     Nightly("tests/test_demo.py::test_shard_dlrm", "under torchrun", "alone"),

@@ -216,7 +216,7 @@ def test_blocks_run(page: Path, workspace: Path, tmp_path: Path) -> None:
         assert len(answers) == 1 and '"shape": [2]' in answers[0]
 
 
-def test_blocks_that_are_not_run_say_why() -> None:
+def test_blocks_that_are_not_run_state_a_reason() -> None:
     for page in PAGES:
         for block in blocks(page):
             where = f"{name_of(page)}:{block.line}"

@@ -208,7 +208,7 @@ def test_a_plan_fits_only_its_model_and_world() -> None:
         plan.table("u")
 
 
-def test_a_plan_by_hand_needs_neither_time_nor_bound_nor_batch(tmp_path: Path) -> None:
+def test_a_handwritten_plan_may_omit_time_bound_and_batch(tmp_path: Path) -> None:
     path = edited(tmp_path, lambda v: v.update(step_us=0, lower_bound_us=0, batch_size=0))
     assert np.isnan(Plan.load(path).gap)
     Plan.load(edited(tmp_path, lambda v: v.update(lower_bound_us=0)))

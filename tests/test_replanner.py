@@ -85,7 +85,7 @@ def test_distance_of_cut_tails() -> None:
 # ---- the decision --------------------------------------------------------------------------------
 
 
-def test_without_drift_no_new_plan_pays(old_plan: Plan) -> None:
+def test_without_drift_no_new_plan_saves_time(old_plan: Plan) -> None:
     found = oper.replan(old_plan, stats(0), TOPOLOGY, old_stats=stats(0))
     assert max(found.distance.values()) == pytest.approx(0.0, abs=1e-12)
     assert found.moved_bytes == 0
@@ -102,7 +102,7 @@ def test_tables_that_one_of_the_statistics_lacks_have_no_distance(old_plan: Plan
     assert found.distance == {}
 
 
-def test_drift_costs_and_a_new_plan_pays(old_plan: Plan) -> None:
+def test_after_drift_a_new_plan_saves_time(old_plan: Plan) -> None:
     assert len(old_plan.table("a").tiers) > 1, "the case has a hot tier"
     found = oper.replan(old_plan, stats(11), TOPOLOGY, old_stats=stats(0), copy_gbps=2.0)
     assert min(found.distance.values()) > 0.5

@@ -298,7 +298,7 @@ def test_merging_adds_counts_up(dtype: Any, data: st.DataObject) -> None:
     assert (values[1:] > values[:-1]).all()
 
 
-def test_merging_text_and_nothing() -> None:
+def test_merging_counts_of_text_and_of_nothing() -> None:
     text = [(np.array([b"a", b"c"]), np.array([1, 2])), (np.array([b"b", b"c"]), np.array([3, 4]))]
     values, counts = native.merge_counts(text)
     assert (values.tolist(), counts.tolist()) == ([b"a", b"b", b"c"], [1, 3, 6])

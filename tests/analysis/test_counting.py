@@ -166,7 +166,7 @@ def test_lengths_of_one_equal_no_lengths() -> None:
     assert without.result()[0].tolist() == [512, 2048, 4096, 8192, 16384]
 
 
-def test_a_long_log_is_thinned_and_stays_close_to_the_truth() -> None:
+def test_a_thinned_log_stays_close_to_the_full_one() -> None:
     rng = np.random.default_rng(4)
     sampler = PresenceSampler(100_000, (64, 256))
     ids = np.minimum((100_000 * rng.random(400_000) ** 4).astype(np.int64), 99_999)

@@ -73,7 +73,7 @@ def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
 @given(parts=st.lists(st.lists(st.integers(0, 300) | st.integers(0, 2**63 - 1), max_size=300),
                       max_size=6), repeat=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_a_tally_counts_everything_that_it_takes(parts: list[list[int]], repeat: int) -> None:
+def test_a_tally_counts_all_accepted_ids(parts: list[list[int]], repeat: int) -> None:
     tally, found = Tally(1 << 20), Counter()
     for part in parts:
         ids = np.unique(np.array(part, np.int64))
@@ -113,7 +113,7 @@ def test_a_tally_counts_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 16, 1 << 18])
-def test_a_tally_stays_within_its_memory_and_reports_what_did_not_fit(max_bytes: int) -> None:
+def test_a_tally_stays_within_its_memory_and_returns_the_rest(max_bytes: int) -> None:
     tally, ids = Tally(max_bytes), np.arange(100_000) * 12_345_677
     taken = tally.add(ids)
     assert 0.74 * max_bytes - 1024 <= taken * 16 <= max_bytes

@@ -95,7 +95,7 @@ def test_growing_tables_are_compared_with_bare_loops(entries: dict[str, Entry]) 
     assert "ceiling" in report([entry], lookup.FIGURES)
 
 
-def test_bare_rewrites_touch_what_a_step_updates_and_change_nothing() -> None:
+def test_bare_rewrites_touch_the_updated_rows_and_change_none() -> None:
     specs = [TableSpec(f"t{k}", n, 64, (f"f{k}",)) for k, n in enumerate((40, 5000))]
     tables = ShardedTables(uniform_plan(specs, 1), [(f"f{k}", f"t{k}") for k in range(2)],
                            SingleGroup(), RowWiseAdagrad(lr=0.1))

@@ -112,7 +112,7 @@ def test_a_record_has_several_protocols_and_the_graph(tmp_path: Path) -> None:
     assert "movietweetings/time/cadvae" in printed
 
 
-def test_without_logs_there_is_nothing_to_run(tmp_path: Path) -> None:
+def test_missing_logs_are_an_error(tmp_path: Path) -> None:
     done = run_here("bench", "recommenders", env={"OPER_DATA": str(tmp_path)})
     assert done.returncode == 1 and "OPER_DATA" in done.stderr
 

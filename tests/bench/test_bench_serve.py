@@ -154,7 +154,7 @@ def test_pss_counts_resident_memory() -> None:
         pss_bytes(2 ** 22 + 1)
 
 
-def test_requests_that_meet_a_publication() -> None:
+def test_requests_in_flight_during_a_publication() -> None:
     begin, end = np.array([0.0, 1.0, 2.5, 3.0]), np.array([0.5, 2.1, 2.6, 4.0])
     seen = Seen(result(True), begin, end, np.ones(4), 0, 0, 0, [])
     assert _overlaps(seen, [Swap(2.0, 2.4), Swap(3.9, 5.0)]).tolist() == [
@@ -310,7 +310,7 @@ def test_torn_answers_are_found(tmp_path: Path) -> None:
         check.close()
 
 
-def test_queries_are_sent_again_and_what_fails_is_counted() -> None:
+def test_queries_are_sent_again_and_failures_are_counted() -> None:
     """A server that breaks connections, is overloaded, closes connections, refuses, and scores."""
     body, length = encode_scores(np.zeros(SMALL.candidates, np.float32), 1, "bench")
     ok = (f"HTTP/1.1 200 OK\r\noper-worker: 7\r\n{HEADER_LENGTH}: {length}\r\ncontent-length: "

@@ -141,7 +141,7 @@ def test_rows_fetched_once_with_push_and_columns(emulation: pytest.MonkeyPatch, 
     assert staging.used
 
 
-def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch) -> None:
+def test_repeated_rows_are_fetched_once(emulation: pytest.MonkeyPatch) -> None:
     staging = _Staging(emulation, None)
     case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
     for num_distinct, expected in [(400, 0), (40, 2 * 3)]:

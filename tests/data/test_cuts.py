@@ -107,8 +107,8 @@ def test_a_killed_run_keeps_the_parts_that_it_has_read(tmp_path: Path, log: Path
     assert min(kept) > 1
 
 
-def test_processes_that_begin_at_once_make_one_pass(tmp_path: Path, log: Path, monkeypatch: Any
-                                                    ) -> None:
+def test_processes_that_begin_together_make_one_pass(tmp_path: Path, log: Path, monkeypatch: Any
+                                                     ) -> None:
     name, made = packed(log), []
     write = cuts._write
     monkeypatch.setattr(cuts, "_write", lambda *a: made.append(a) or write(*a))

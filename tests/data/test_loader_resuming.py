@@ -166,7 +166,7 @@ def test_stateful_data_loader(folder: Path) -> None:
         assert [everything(b) for b in again] == whole[5:]
 
 
-def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_state_of_other_options_is_refused(folder: Path, tmp_path: Path) -> None:
     options = {"batch_size": 32, "window": 64, "seed": 1, "rank": 0, "world_size": 2}
     loader = Loader(folder, "train", LoaderOptions(**options))
     state = loader.state_dict(3)

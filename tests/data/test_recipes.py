@@ -143,7 +143,7 @@ def test_files_without_any_text(tmp_path: Path, name: str, data: bytes) -> None:
         read(tmp_path, name, {"log": data})
 
 
-def test_a_file_without_any_good_row_beside_one_with(tmp_path: Path) -> None:
+def test_a_file_without_valid_rows_among_valid_ones(tmp_path: Path) -> None:
     good = CASES["yoochoose"][1]
     manifest, columns = read(tmp_path, "yoochoose", {"a": b"\n", "b": good, "c": b""},
                              replace(ONE_ID_EACH, max_bad=1))

@@ -146,7 +146,7 @@ def test_another_job_is_refused_while_a_run_is_active(tmp_path: Path, log: str, 
         set() if killed else {"go"})
 
 
-def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> None:
+def test_many_jobs_that_begin_together_never_mix(tmp_path: Path, log: str) -> None:
     """One job writes the output; the other jobs are refused."""
     program = ("import sys; from oper.data import *; preprocess(load_recipe('criteo-kaggle'), "
                "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000, "

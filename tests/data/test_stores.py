@@ -123,8 +123,9 @@ def test_files_in_a_store_are_checked_before_work(local: Path, monkeypatch: pyte
             preprocess(CRITEO, [log], out)
 
 
-def test_runs_to_one_place_leave_each_others_files_alone(local: Path, scratch: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_one_target_do_not_touch_each_others_files(local: Path, scratch: Path,
+                                                             monkeypatch: pytest.MonkeyPatch
+                                                             ) -> None:
     """A second run, of the same or another job, starts while the first one uploads its files."""
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     upload, results = store.upload, []
@@ -177,7 +178,7 @@ def test_google_cloud_storage(local: Path) -> None:
             preprocess(CRITEO, [url.format("raw/none.txt")], local / "x")
 
 
-def test_any_store_that_fsspec_knows(local: Path) -> None:
+def test_stores_of_fsspec(local: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/logs/train.txt", (local / "train.txt").read_bytes())
     memory.pipe("/logs/_SUCCESS", b"")

@@ -58,8 +58,8 @@ def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: P
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
-def test_states_of_nested_optimizers_and_values_of_their_own(in_delta: bool, tmp_path: Path
-                                                             ) -> None:
+def test_states_of_nested_optimizers_and_their_additional_values(in_delta: bool, tmp_path: Path
+                                                                 ) -> None:
     """New optimizers get them, although some have no parameter's number as key."""
     class Optimizers:
         def __init__(self) -> None:

@@ -123,7 +123,7 @@ def test_rows_are_loaded_with_their_keys_or_not_at_all(monkeypatch: pytest.Monke
     assert torch.equal(other(keys_of(0)), model(keys_of(0)))
 
 
-def test_plans_from_key_statistics_know_no_hot_rows() -> None:
+def test_plans_from_key_statistics_have_no_hot_rows() -> None:
     """Hot keys may have any row: a plan states only the default row and the numbers of rows by
     hotness."""
     counted = oper.stats.AccessStats(100, {"weight": oper.stats.TableStats(

@@ -195,7 +195,7 @@ def test_each_optimizer_has_its_parameter_group() -> None:
     lambda o: o, OptimizerWrapper, lambda o: CombinedOptimizer([("", o)]),
     lambda o: CombinedOptimizer([("", OptimizerWrapper(o))])],
     ids=["plain", "wrapped", "combined", "both"])
-def test_state_goes_through_torchrecs_wrappers(wrap: Any) -> None:
+def test_torchrecs_wrappers_save_and_load_the_state(wrap: Any) -> None:
     """Saved after step 1, loaded after step 2: step 2 repeats itself. Also with groups."""
     model = oper.shard(bags(), optimizer=oper.Adam(lr=0.1))
     optimizer = wrap(model.fused_optimizer)

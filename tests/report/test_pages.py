@@ -176,8 +176,10 @@ def drifting() -> list[AccessStats]:
     return found
 
 
-def test_drift_says_when_another_plan_pays(
-        tmp_path: Path, drifting: list[AccessStats], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drift_report_names_when_a_new_plan_pays_off(tmp_path: Path,
+                                                         drifting: list[AccessStats],
+                                                         capsys: pytest.CaptureFixture[str]
+                                                         ) -> None:
     paths = [tmp_path / f"day{k}.npz" for k in range(3)]
     for path, stats in zip(paths, drifting, strict=True):
         stats.save(path)

@@ -74,7 +74,7 @@ def test_the_nonlinear_layer_solves_its_equations_and_begins_as_the_linear_one()
 
 
 @pytest.mark.parametrize("layer", ["linear", "nonlinear"])
-def test_an_intervention_changes_the_concept_and_its_descendants_alone(layer: str) -> None:
+def test_an_intervention_changes_only_the_concept_and_its_descendants(layer: str) -> None:
     model = make(layer)
     with torch.no_grad():
         z = model.encode(histories())

@@ -205,7 +205,7 @@ def test_acyclic_graphs(support: torch.Tensor) -> None:
 
 
 @given(supports(acyclic=False))
-def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
+def test_h_is_zero_only_for_acyclic_graphs(support: torch.Tensor) -> None:
     assert (float(acyclicity(support.double())) < 1e-9) == is_acyclic(support)
     weights = support.double() * torch.rand(support.shape, dtype=torch.float64,
                                             generator=torch.Generator().manual_seed(1))

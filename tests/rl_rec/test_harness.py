@@ -227,7 +227,7 @@ def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) ->
             assert mine["mrr"] == pytest.approx(whole if whole >= 1 / k - 1e-9 else 0.0, abs=1e-6)
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_computed_by_hand() -> None:
     metrics = RankingMetrics(MetricOptions((2, 3), recall="min"))
     metrics.update(torch.tensor([[4, 9, 7], [1, 2, NOTHING], [5, 6, 8]]),
                    jagged([[7, 9, 20, 30], [3], []]))

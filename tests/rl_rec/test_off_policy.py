@@ -190,7 +190,7 @@ def test_policies_of_scores_and_of_recommenders() -> None:
     assert model.training
 
 
-def test_a_rows_reward_is_not_in_its_own_model() -> None:
+def test_the_reward_model_of_a_row_excludes_its_reward() -> None:
     log = simulate_log(500, 3).log
     before = reward_model(log)
     flipped = log.rewards.copy()
@@ -463,7 +463,7 @@ def test_logs_without_customers_are_refused() -> None:
             offline.OfflineOptions(**options)
 
 
-def test_calibrated_targets_interpolate_what_was_achieved() -> None:
+def test_calibrated_targets_interpolate_achieved_returns() -> None:
     """Targets that achieved no more than a lower one do not count; the best one is the last."""
     targets, achieved = [0.0, 10.0, 20.0, 40.0, 80.0], [5.0, 15.0, 12.0, 35.0, 35.0]
     found = [offline.calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]

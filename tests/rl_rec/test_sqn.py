@@ -347,7 +347,7 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
         Returning(horizon=0)
 
 
-def test_maximising_clicks_alone_costs_visits() -> None:
+def test_maximising_only_clicks_reduces_visits() -> None:
     """For the same customers, maximising each page's clicks gives fewer clicks in total."""
     torch.manual_seed(0)
     oracles = (offline.Oracle(SHOP, 1, 20, weights=(w,)) for w in (0.0, 1.5))
@@ -407,7 +407,7 @@ def random_steps(count: int = 8) -> Trajectories:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_losses_reach_their_own_networks(method: str) -> None:
+def test_losses_have_gradients_for_their_networks_only(method: str) -> None:
     log = random_steps()
     model = METHODS[method](log)
     step = Transitions.of(log, 50)

@@ -222,7 +222,7 @@ def test_orders_of_ranks_are_as_good_as_the_best_of_all_orders(in_order: bool, o
     assert least * (1 - 1e-9) <= step <= min(before, least + 0.25 * (before - least) + 1e-3 * least)
 
 
-def test_a_tier_of_one_owner_goes_to_an_idle_rank() -> None:
+def test_an_idle_rank_owns_a_tier_of_one_owner() -> None:
     """For tiers whose owner is not chosen by annealing."""
     stated = problem(3, 2, _hosts(3, 1))
     relaxation = lower_bound(stated).relaxation

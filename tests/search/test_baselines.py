@@ -229,7 +229,7 @@ def test_the_chain_takes_worse_configurations_on_its_way():
     assert best <= plan_problem(stated).step_us * 1.02
 
 
-def test_the_chain_keeps_constraints_and_may_find_nothing():
+def test_the_markov_chain_keeps_constraints_and_may_find_nothing():
     specs, stats = tables_and_stats(6, 4)
     held = {"tables": {"t1": {"ranks": [1, 2]}, "t2": {"placements": ["owned"]},
                        "t3": {"tiers": [{"rows": [0, specs[3].num_rows], "place": "owned",

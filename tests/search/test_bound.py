@@ -196,7 +196,7 @@ def test_no_owners_of_a_share_send_less(pieces, seed, owner, share):
         assert least >= full * max(1.0, share / owner) * (1 - 1e-8)
 
 
-def test_a_partial_owner_pays_its_first_sums(pieces):
+def test_sums_of_full_owners_and_a_partial_one(pieces):
     def sums(share: float, owner: float) -> float:
         return float(pieces.sum_bytes(np.array([0]), np.array([share]), np.array([owner]))[0])
 
@@ -323,7 +323,7 @@ def loads(model: CostModel, plan: Plan) -> np.ndarray:
     ("hosts", "inference"), ("pairs", "inference"), ("shared", "training"),
     ("shared", "inference"), ("shared-pairs", "training"), ("racks", "training"),
     ("shared-racks", "training"), ("shared-uneven", "training")])
-def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, objective):
+def test_each_row_is_a_bound_that_some_plan_nearly_attains(name, objective):
     close: dict[str, float] = {}
     rng = np.random.default_rng(1)
     for num_tables, pushed in ((1, 1), (3, 3), (3, 2), *[(2, 1)] * 6):

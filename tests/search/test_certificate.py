@@ -413,7 +413,7 @@ def test_consumption_of_a_piece_equals_the_cost_model(name, field):
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_several_pieces_pay_id_streams_and_all_charges(name):
+def test_costs_of_several_pieces_include_id_streams_and_charges(name):
     rng = np.random.default_rng(3)
     charges = {"table_us": 3.0, "tier_ns": 2.0, "push_tier_ns": 2.0}
     for objective in ("training", "inference"):

@@ -78,7 +78,7 @@ def test_json_round_trip_and_default_entry():
     assert Constraints().to_json() == {}
 
 
-def test_reserve_and_cap_bound_what_a_rank_holds():
+def test_reserve_and_cap_limit_the_memory_of_a_rank():
     specs, stats = tables_and_stats(12, 3)
     need = sum(s.num_rows * s.row_bytes for s in specs)
     free = make_plan(specs, stats, gpus(4), objective="inference", batch_size=256)
@@ -206,7 +206,7 @@ def split(plan: Plan) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["lars_sgd", "lamb", "partial_rowwise_lamb"])
-def test_the_planner_splits_only_what_may_be_split(name: str) -> None:
+def test_the_planner_splits_only_tables_that_may_be_split(name: str) -> None:
     assert split(planned("adam")) == {"adam"}
     assert split(planned("adam", name)) == {"adam"}
     assert not split(planned(name))

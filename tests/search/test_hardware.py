@@ -199,7 +199,7 @@ def _host_gbps(topology: Topology) -> list[float]:
             for h in sorted({d.host for d in topology.domains})]
 
 
-def test_a_rank_that_alone_sends_has_its_host_s_whole_link() -> None:
+def test_the_only_sending_rank_has_its_hosts_whole_link() -> None:
     """If all ranks send, each has its share of the link."""
     apart, together = (problem(8, 3, t, allow=EVERYTHING) for t in (TWO_EACH, shared(TWO_EACH)))
     everyone = tuple(range(8))
@@ -312,7 +312,7 @@ def overlapping(topology, overlap=None, objective="training", num_tables=6, **mo
     return statement.with_overlap(problem, overlap)
 
 
-def test_a_rank_is_delayed_by_what_is_longer_than_its_own_dense_compute():
+def test_work_beyond_a_ranks_dense_compute_delays_it():
     plan = random_plan(overlapping(gpus(3)), np.random.default_rng(0), KINDS)
     plain = evaluate(plan, overlapping(gpus(3)))
     hidden = {"forward": [3.0, 0.0, 50.0], "update": 4.0}

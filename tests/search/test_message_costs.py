@@ -59,7 +59,7 @@ def one_table(mode: str, bits: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return request.units, forward.units, update.units
 
 
-def test_rows_and_gradients_shrink_between_hosts_alone() -> None:
+def test_message_bits_reduce_only_bytes_between_hosts() -> None:
     exact = one_table("pull", 32)
     slot = 9 / 8  # bytes of a slot of 300 rows
     for bits, answer, gradient in (((8, 8), 72, 72), ((16, 16), 128, 128), ((8, 32), 72, 256),
@@ -449,7 +449,7 @@ def test_rows_that_were_never_looked_up_get_one_type() -> None:
     assert len(ends) > 20 and all(end <= 2000 or end == table.num_rows for end in ends)
 
 
-def test_nothing_with_less_error_takes_fewer_bytes() -> None:
+def test_no_division_with_less_error_takes_fewer_bytes() -> None:
     """Compared with all divisions of a table into three ranges."""
     table = TABLES[0]
     given = stats()

@@ -454,7 +454,7 @@ def test_fewer_bits_shorten_a_synchronization(every: int, bits: int) -> None:
                   synchronize_bits=4)
 
 
-def test_some_ranks_have_their_counterparts_in_their_own_rack() -> None:
+def test_some_counterparts_are_in_the_same_rack() -> None:
     """A plan may store all rows on them: nothing then passes the slow uplinks."""
     topology = replace(Topology.of_domains([*range(8)]), racks=(
         Rack((0, 1, 4, 5), 1e-3), Rack((2, 3), 1e-3), Rack((6, 7), 1e-3)))

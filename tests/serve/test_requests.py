@@ -22,7 +22,7 @@ def same(a: Request, b: Request) -> bool:
 
 
 @given(st.integers(0, 1 << 30), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
-def test_joined_requests_score_as_each_alone(seed: int, sizes: list[int], uniform: bool) -> None:
+def test_joined_requests_score_like_single_ones(seed: int, sizes: list[int], uniform: bool) -> None:
     rng = np.random.default_rng(seed)
     requests = [random_request(rng, size, uniform) for size in sizes]
     joined = join(requests)
@@ -316,7 +316,7 @@ def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
     assert all(p.result is not None for p in hasty + patient)
 
 
-def test_a_failure_stays_with_its_request(parts: tuple[Noting, Batcher]) -> None:
+def test_only_the_failing_request_gets_an_error(parts: tuple[Noting, Batcher]) -> None:
     _, batcher = parts
     requests = many(4, 2)
     requests[2].dense[1, 0] = 13
@@ -350,7 +350,7 @@ def test_a_model_with_too_few_scores_is_noticed() -> None:
     assert isinstance(pending.error, OperError) and "one per sample" in str(pending.error)
 
 
-def test_scores_that_are_not_finite_fail_their_request_alone() -> None:
+def test_scores_that_are_not_finite_fail_only_their_request() -> None:
     class Broken(Sums):
         def predict(self, batch: Request) -> tuple[np.ndarray, int]:
             scores, epoch = super().predict(batch)

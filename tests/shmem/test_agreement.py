@@ -450,7 +450,7 @@ def _migrate(rank: int, world_size: int) -> Found:
 
 
 @timed
-def test_a_rank_that_moves_tables_alone() -> None:
+def test_a_migration_by_one_rank_is_named() -> None:
     found = run_world(2, _migrate, env={"OPER_DEADLINE_S": "60"})
     _check(found, DesyncError, 1, "migration of collection 'users' (tables users)")
     assert "it was last seen in the gradient exchange" in found[0]["text"]
@@ -459,7 +459,7 @@ def test_a_rank_that_moves_tables_alone() -> None:
 # ---- the verdict ---------------------------------------------------------------------------------
 
 
-def test_verdicts_survive_packing() -> None:
+def test_unpacked_verdicts_equal_the_packed_ones() -> None:
     for verdict in (Verdict(2, 0, CollectivePhase(0, 0)),
                     Verdict(12, 65535, CollectivePhase((1 << 24) - 1, 8))):
         assert Verdict.unpack(verdict.pack()) == verdict

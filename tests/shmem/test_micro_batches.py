@@ -192,7 +192,7 @@ def test_prefetched_lookups_end_with_the_update() -> None:
 
 
 @pytest.mark.parametrize("domains", [None, (0, 1)])
-def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> None:
+def test_an_error_within_a_step_updates_nothing(domains: tuple[int, ...] | None) -> None:
     case = rs.dlrm_case()
     plan = rp.rich_plan(case.tables, 2, 3, True)
 

@@ -96,7 +96,7 @@ def put(values: tuple, at: int, value) -> tuple:
 
 
 @pytest.mark.parametrize("world_size, rounds", [(2, 1), (2, 3), (3, 1), (3, 2)])
-def test_no_rank_passes_alone_or_sleeps_forever(world_size: int, rounds: int) -> None:
+def test_no_rank_passes_early_or_sleeps_forever(world_size: int, rounds: int) -> None:
     """The model lacks the sleepers' timeout of 100 ms, which would hide a lost wake-up."""
     assert BarrierModel(world_size, rounds).check() > 50
 

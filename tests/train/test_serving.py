@@ -354,9 +354,9 @@ def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,
     mirror.close()
 
 
-def test_a_store_that_fails_in_its_own_way(runs: list[Path], tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch,
-                                           caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_any_class_from_a_store_are_logged(runs: list[Path], tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
     """After an error of any class, the next update finds new files."""
     lists, fails = stores.listing, [True, True]
 
