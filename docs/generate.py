@@ -114,8 +114,13 @@ def _command(parser: argparse.ArgumentParser, level: int) -> list[str]:
     lines = ["", f"{'#' * level} {parser.prog}", ""]
     if parser.description:
         lines += [f"{parser.description}.", ""]
-    rows = [(_spelled(a), _help(parser, a)) for a in parser._actions
-            if not isinstance(a, argparse._HelpAction | argparse._SubParsersAction)]
+    rows = []
+    for group in parser._action_groups:
+        found = [(_spelled(a), _help(parser, a)) for a in group._group_actions
+                 if not isinstance(a, argparse._HelpAction | argparse._SubParsersAction)]
+        if found and group.title not in ("positional arguments", "options"):
+            rows.append((f"**{group.title}**", ""))
+        rows += found
     lines += ["| argument | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)] if rows else []
     if parser.epilog:
         lines += ["", parser.epilog % {"prog": parser.prog}]
