@@ -432,7 +432,7 @@ def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatch
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             bytes_per_step: int | None = None, *,
             remap: str | os.PathLike[str] | None = None) -> None:
-    """Move a model's tables to another plan, at once or during training steps. Collective.
+    """Move a model's tables to another plan, immediately or during training steps. Collective.
 
     Moves rows, replicas and optimizer states. Outputs and updates stay bitwise the same if both
     plans have only replicated and pulled tiers; with pushed tiers or column splits in either plan

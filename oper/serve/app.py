@@ -32,7 +32,7 @@ class _NoSuchAddressError(OperError):
 
 
 class _WrongMethodError(OperError):
-    """The path cannot be asked with this method."""
+    """The path does not support this method."""
 
 
 class _TooLargeError(OperError):

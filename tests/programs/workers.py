@@ -74,7 +74,7 @@ class Processes:
             self._stop()
             self._broken += 1
             if self._broken > 20:
-                raise RuntimeError(f"no program runs any more; the last says {text}") from error
+                raise RuntimeError(f"all programs have ended; the last report: {text}") from error
             finding = Finding(BROKEN, _last(program), len(program.actions) - 1, text)
             return Report(Counter({(finding.action, BROKEN): 1}), Counter(), finding)
         self._broken = 0

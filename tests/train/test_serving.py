@@ -305,7 +305,7 @@ def test_a_thread_follows_and_reports_an_error_once(runs: list[Path], tmp_path: 
         wait_for(lambda: (mirror.folder / CHECKPOINT).exists()
                  and folder_of(mirror.folder / CHECKPOINT).exists())
         shutil.rmtree(tmp_path / "run")
-        (tmp_path / "run").write_text("no folder any more")
+        (tmp_path / "run").write_text("a file instead of the folder")
         wait_for(lambda: "cannot use a store" in caplog.text)
         assert (mirror.folder / CHECKPOINT).exists()
         folder = mirror.folder

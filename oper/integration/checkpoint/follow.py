@@ -33,12 +33,12 @@ from oper.support.files import ArrayFile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyChange:
-    """Slots of a dynamic table that have other keys than before, or none any more.
+    """Slots of a dynamic table whose keys have been replaced or removed.
 
     Attributes:
         slots: int64 [n], distinct; the key in slot s has row s + 1.
         keys: int64 [n], the keys of the slots.
-        is_held: bool [n]; False = the slot has no key any more, or one that has expired.
+        is_held: bool [n]; False = the slot has lost its key, or the key has expired.
     """
 
     slots: np.ndarray
