@@ -23,9 +23,9 @@ def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | Non
 
     First, each host alone exchanges data with all other hosts. This is repeated with message sizes
     proportional to the measured bandwidths, since with equal sizes the slowest link determines the
-    duration. Then all hosts exchange at once; the factor by which the slowest link is slower than
-    before (congestion, slow paths between switches) is applied to all links. Only hosts in the same
-    rack exchange data, unless some rack has only one host. Returns 0 for a single host.
+    duration. Then all hosts exchange at the same time; the factor by which the slowest link is
+    slower than before (congestion, slow paths between switches) is applied to all links. Only hosts
+    in the same rack exchange data, unless some rack has only one host. Returns 0 for a single host.
 
     Args:
         group: the ranks.
@@ -47,8 +47,8 @@ def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | Non
 def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
     """Measure the payload bandwidth of the racks' uplinks, in GB/s per direction. Collective.
 
-    All ranks exchange with ranks of other racks at once. The result is the bandwidth of the slowest
-    uplink for every rack, or less if the hosts' own links limit it.
+    All ranks exchange with ranks of other racks at the same time. The result is the bandwidth of
+    the slowest uplink for every rack, or less if the hosts' own links limit it.
 
     Args:
         group: the ranks.

@@ -309,9 +309,9 @@ class Keys:
         return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
-        """Return the slots in this rank's buckets, int64 [n], ascending, whose keys have outlived
-        their time to live now and had not at clock `since`; -1: all whose keys have. With several
-        memory domains, only ranks of the first one return any."""
+        """Return the slots in this rank's buckets, int64 [n], ascending, whose keys are past their
+        time to live now and were not at clock `since`; with -1, all slots whose keys are past it.
+        With several memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
         slots: torch.Tensor = torch.ops.oper.keys_expired(
             self._records(own=True), self.tables[name], since)

@@ -24,9 +24,9 @@ class DynamicTable:
     ages of keys are measured in updates.
 
     Attributes:
-        admit_after: number of occurrences, over all ranks, after which a key gets a row; 1 = at
-            once. The table counts keys without a row in half as many entries as it has rows; if
-            these are full, the count of the least recently seen key is dropped.
+        admit_after: number of occurrences, over all ranks, after which a key gets a row; 1 =
+            immediately. The table counts keys without a row in half as many entries as it has rows;
+            if these are full, the count of the least recently seen key is dropped.
         admit_probability: probability that a key without a row gets one in an update that sees
             it; must be 1 if `admit_after` > 1.
         eviction: which key of a full bucket loses its row to a new key: ``"lru"``, the least

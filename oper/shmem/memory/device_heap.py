@@ -225,7 +225,8 @@ _to_release: list[tuple[DeviceHeap, Callable[[], object]]] = []
 
 
 def release(heap: DeviceHeap, close: Callable[[], object]) -> None:
-    """When kernels have ended, call `close`, which frees what works on a heap, and close it."""
+    """Wait for the running kernels, call `close`, which frees the users of the heap, and close
+    it."""
     _to_release.append((heap, close))
     streams = library.streams_of(heap.device)
     # Running kernels still use both, and one cannot wait for them during graph capture; the next

@@ -276,7 +276,7 @@ class Synchronizer:
 
     def synchronize(self) -> None:
         """Average the rows that have changed since the last synchronization, and their optimizer
-        states, at once. Does nothing without an update since then.
+        states, immediately. Does nothing without an update since then.
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
