@@ -51,7 +51,8 @@ def test_workers_read_separate_windows(folder: Path, monkeypatch: pytest.MonkeyP
                 range(worker, len(loader), workers), 0, -1)])
             seen += read
         assert [shares[k % workers][k // workers] for k in range(len(whole))] == whole
-        # Of 15 full windows and a short one, those that are not interleaved are read by all.
+        # There are 15 full windows and a short one; all workers read the windows that are not
+        # interleaved.
         turns = 15 // interleave * interleave
         again = sorted(w for w in seen if w < turns)
         assert again == sorted(range(turns)) if interleave > 1 else len(again) == 2 * turns

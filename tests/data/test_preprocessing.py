@@ -150,8 +150,7 @@ def test_malformed_rows_are_counted_reported_and_limited(tmp_path: Path, invent:
 
 
 @pytest.mark.parametrize("unit_bytes", [900, 1 << 28])
-def test_shares_are_of_records_however_many_lines_they_take(tmp_path: Path, unit_bytes: int
-                                                            ) -> None:
+def test_shares_count_records_not_lines(tmp_path: Path, unit_bytes: int) -> None:
     recipe = generic_recipe("csv", Choice(["id"], "y"))
     (tmp_path / "log.csv").write_text("y,id\n" + "".join(
         f'{k % 2},"text{chr(10) * (k < 1000)}{k % 7}"\n' for k in range(2000)))

@@ -104,7 +104,7 @@ def test_deltas_delete_lost_keys(tmp_path: Path) -> None:
         for step in range(1, 4):
             one_key(model, 2, 2)  # for key 1, the time is over after the third update
             saver.save(step)
-        one_key(model, 3, 2)  # takes its place
+        one_key(model, 3, 2)  # gets the row of key 1
         saver.save(4)
         saver.flush()
         found = [dict(zip([item[3][0] for item in meta["items"]], range(9), strict=False)) | {

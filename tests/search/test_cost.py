@@ -346,7 +346,7 @@ def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
                 assert seen == pytest.approx(local, rel=1e-9, abs=1e-9)
 
 
-def test_own_work_of_ranks_that_send_is_part_of_rows_about_links():
+def test_rows_about_links_include_the_own_work_of_sending_ranks():
     """If hosts exchange messages, more own work of all ranks raises such a row further."""
     rows = {}
     for name in ("hosts", "gpus"):

@@ -27,7 +27,8 @@ from oper.tables import TableSpec
 _KIND = {name: k for k, name in enumerate(SENT)}
 _HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 numbers in a header
 _HEAD_UNIT_BYTES = 1024  # headers are padded to a multiple of this
-# Ids of a part of a message of keys, and its description; KeyPart in csrc/host/keys/tables.h.
+# Maximum number of ids in a part of a message about keys, and words that describe a part; see
+# KeyPart in csrc/host/keys/tables.h.
 _PART_IDS, _PART_WORDS = 1 << 16, 6
 
 
