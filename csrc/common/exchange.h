@@ -143,7 +143,7 @@ class Messages {
     kReceiverSlots,  // slots of rows that the receiver owns, `bits` bits each
     kSenderSlots,    // slots of rows that the sender owns
     kRuns,           // bags of ids: a bit for each id, set where another bag begins
-    kWeights         // only there if the sender's batch has weights
+    kWeights         // present only if the sender's batch has weights
   };
   // One array of a message. In memory it has counts[count] entries of `unit` bytes each.
   struct Shape {

@@ -77,7 +77,7 @@ struct RowRules {
   float bound = 0.0f;        // numbers are uniform in [-bound, bound)
   float first_state = 0.0f;  // initial value of optimizer state 1; that of state 2 is 0
   StateWidth widths[2] = {StateWidth::kNone, StateWidth::kNone};  // of states 1 and 2
-  int32_t feature = 0;       // number in the collection of a feature that looks up here
+  int32_t feature = 0;       // number, in the collection, of a feature that looks up in this table
 };
 
 struct KeyTableRules {

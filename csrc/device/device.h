@@ -365,7 +365,7 @@ struct Inbox {
   uint32_t* next;       // [W * capacity] another entry of the same row, or kNoEntry
   uint32_t* heads;      // [own rows] first entry of the row's list; kNoEntry between steps
   int64_t capacity;     // entries of one rank
-  int64_t bytes;        // of all this
+  int64_t bytes;        // total size of the arrays
 };
 // Lists the entries of all outboxes. None if a rank has refused its batch or updates with other
 // settings, or if a peer is lost: then no kernel of the update finds a row.

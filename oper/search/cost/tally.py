@@ -42,7 +42,7 @@ class Row:
 
 
 NUM_RELATIONAL, NUM_ROWS = 10, 23  # rows exchanged with other ranks, which come first; all rows
-#: Rows with bytes of partial sums: in float32, and in the messages that between hosts replace them.
+#: Rows with bytes of partial sums: in float32, and in the messages that replace them between hosts.
 SUM_ROWS = [Row.PARTIALS, Row.ANSWERS, Row.RETURNED]
 
 
