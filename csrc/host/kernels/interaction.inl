@@ -121,7 +121,7 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   multiply<R, V>(row, columns + j, dim, width, sum);
   for (int r = 0; r < R && i + r < num_rows - 1; ++r) {
     const int64_t line = i + r;
-    float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // address of pair (line, 0)
+    float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // pair (line, 0)
     for (int v = 0; v < V; ++v) {
       const int at = j + 16 * v;
       const int first = std::max<int>(0, static_cast<int>(line) + 1 - at);
