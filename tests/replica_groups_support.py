@@ -11,8 +11,7 @@ from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.replica_groups.groups import Background, ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.references import first_states
 
 Body = Callable[[ShardedTables, int], Any]

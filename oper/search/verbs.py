@@ -14,8 +14,12 @@ from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
-from oper.search.plan_flags import add_machine, add_overlap, allowed
-from oper.search.plan_flags import configure_plan as configure_plan
+from oper.search.plan_flags import (
+    add_machine,
+    add_overlap,
+    allowed,
+    configure_plan as configure_plan,
+)
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import check_allow, used_features

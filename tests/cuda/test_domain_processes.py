@@ -9,8 +9,7 @@ from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
 from tests.world_support import run_world

@@ -14,8 +14,7 @@ from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda.emulated import device_tables, on_devices, small_case
 from tests.shmem.test_traffic import assert_equal, executed
 from tests.support import pulled

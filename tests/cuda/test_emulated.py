@@ -16,8 +16,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
 
 without_gpu = pytest.mark.skipif(has_gpu(), reason=(

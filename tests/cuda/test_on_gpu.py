@@ -15,8 +15,7 @@ from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.support import map_tiers
 from tests.world_support import report, run_world, world

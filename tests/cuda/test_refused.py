@@ -16,8 +16,7 @@ from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda import streams
 from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.cuda.test_domains import small_case

@@ -14,8 +14,7 @@ import oper
 from oper.errors import InvalidInputError
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.checkpoint_support import random_kjt
 from tests.dlrm_support import configs, copies, make_collection, make_kjt, plan_for, virtual_ranks
 from tests.world_support import run_world

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from tests.programs.program import Program
-from tests.world_support import RankFailedError, World, report, received
+from tests.world_support import RankFailedError, World, received, report
 
 # A program takes milliseconds, but the machine may be busy. OPER's own deadline, which a program
 # may exceed, is shorter.

@@ -9,8 +9,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.world_support import run_world
 
 STEPS = 20

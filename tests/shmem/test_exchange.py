@@ -20,8 +20,7 @@ from oper.shmem.group.transport import ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from oper.topology import Topology
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.cuda.emulated import emulate, on_devices, small_case
 
 DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]

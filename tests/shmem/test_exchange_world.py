@@ -26,8 +26,7 @@ from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_traffic import as_bags
 from tests.world_support import fork, run_world, world
 

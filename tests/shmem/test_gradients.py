@@ -19,8 +19,7 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD, Adam, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_optimizers import assert_close, fbgemm_peer, train_sharded
 from tests.world_support import run_world
 

@@ -24,8 +24,7 @@ from oper.shmem.memory.quantise import dequantise, quantise
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.support import map_tiers
 from tests.world_support import run_world
 

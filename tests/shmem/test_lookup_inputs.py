@@ -18,8 +18,7 @@ from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.references import EVERY
 from tests.world_support import run_world
 

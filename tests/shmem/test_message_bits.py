@@ -16,8 +16,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 
 LEVELS = 255  # of 8 bits
 

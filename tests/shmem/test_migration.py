@@ -15,8 +15,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 
 STEPS = 12
 START = 2

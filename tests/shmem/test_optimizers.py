@@ -23,8 +23,7 @@ from oper.shmem.optim.optimizers import (
 )
 from oper.shmem.tables import ShardedTables
 from oper.tables import OPTIMIZERS, TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.references import EVERY
 
 RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)

@@ -27,8 +27,7 @@ from oper.shmem.memory.numa import Node
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_traffic import all_plans, assert_equal, executed
 from tests.support import pushed
 

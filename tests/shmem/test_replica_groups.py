@@ -22,8 +22,7 @@ from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.tracing import trace
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.replica_groups_support import (
     PLANS,
     open_in_group,

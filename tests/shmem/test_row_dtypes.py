@@ -12,8 +12,7 @@ from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.references import EVERY, philox4x32, round_stochastically, rounding_bits
 from tests.support import pushed
 

@@ -18,8 +18,7 @@ from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.publication.reader import PublishedTables, Reader, shared_pairs
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests import random_plans as rp
-from tests import runtime_support as rs
+from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_quantised_rows import published
 from tests.world_support import run_world
 
