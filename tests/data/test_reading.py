@@ -233,8 +233,8 @@ def test_another_recipe() -> None:
     ({"column": [{"kind": "dense"}]}, "keys"),
     ({"column": [*COLUMNS[1:], {**COLUMNS[0], "parse": "number", "threshold": 4}]}, "threshold"),
     ({"column": [*COLUMNS[1:], {**COLUMNS[0], "parse": "number", "positive": ["a"]}]}, "positive"),
-    ({"layout": []}, r"beside \[\[layout\]\]"),
-    ({"layout": [{"name": "a", "column": COLUMNS}], "column": []}, r"beside \[\[layout\]\]"),
+    ({"layout": []}, r"together with \[\[layout\]\]"),
+    ({"layout": [{"name": "a", "column": COLUMNS}], "column": []}, r"together with \[\[layout\]\]"),
     ({"join": [{"name": "a", "file": "f", "key": "id1", "column": COLUMNS[2:]}]}, "unknown keys"),
     ({"column": [*COLUMNS, {"name": "ü" * 101, "kind": "sparse"}]}, "at most 200 bytes"),
 ])
