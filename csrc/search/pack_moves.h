@@ -424,8 +424,9 @@ class PackMoves : protected PackState {
     return is_held_ && !is_on_its_side(k, next) ? now : next;
   }
 
-  // Whether a candidate pushes about as many rows as the initial one, or none if that pushes none. At
-  // high temperatures a search would decide this for large tables early, and worse than the relaxation.
+  // Whether a candidate pushes about as many rows as the initial one, or none if the initial one
+  // pushes none. At high temperatures a search would decide this for large tables early, and worse
+  // than the relaxation.
   bool is_on_its_side(int64_t k, int64_t candidate) const {
     const double its = pushed_[p_.first[k] + initial_[k]], now = pushed_[p_.first[k] + candidate];
     return its > 0 ? now >= kSide * its : now == 0;

@@ -247,7 +247,8 @@ class TableUpdates(MeasuredTables):
         return torch.tensor([self.num_steps, seed - (seed >> 63 << 64), self.seed is not None])
 
     def set_updates(self, saved: torch.Tensor) -> None:
-        """Continue from the `updates` of a checkpoint. Steps of bias corrections do not change."""
+        """Continue from the `updates` of a checkpoint; step counts for bias corrections do not
+        change."""
         steps, seed, has_seed = saved.tolist()
         for name in self._skipped:
             self._skipped[name] += steps - self.num_steps

@@ -71,7 +71,7 @@ def _run(*cases: OnHosts) -> list[dict[str, Any]]:
 @emulated
 def test_two_hosts_measure_and_verify() -> None:
     entry, = _run(CASE)
-    # Both directions at once: one at a time is half of it.
+    # Both directions at the same time; one direction alone would give half of this.
     assert all(37 < x < 55 for x in entry["measured"]["link_mbits"])
     found = entry["contenders"]
     assert {"oper", "torchrec-table_wise", "torchrec-mixed", "torchrec-column_wise",

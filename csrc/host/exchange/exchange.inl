@@ -73,8 +73,8 @@ int64_t remote_rows(const Table& table, const Batch& batch, Moved kind, bool ski
     }
     at += n;
   }
-  // Counts all places as rows that are read in place. Those that are no addresses are counted for
-  // the arena with the lowest addresses, and subtracted again.
+  // Counts all places as rows that are read in place. Places that are not addresses are counted for
+  // the arena with the lowest addresses; these counts are subtracted below.
   int64_t* counts = scratch.rows_read(kind, table.index);
   count_rows(table, out.places, at, kind, scratch);
   int64_t num_remote = 0;

@@ -363,8 +363,8 @@ def calibrated_target(wanted: float, targets: Sequence[float], achieved: Sequenc
     """Return the `ReturnPolicy.target` that is expected to achieve the return `wanted`.
 
     Interpolates linearly between pairs (target, mean achieved return) of customers who were served
-    before. Targets that achieved no more than a lower one are left out. Returns the first target
-    below the range of achieved returns, and the one that achieved most above it.
+    before. Targets that achieved no more than a lower target are left out. If `wanted` is below the
+    range of achieved returns, returns the first target; if above, the target that achieved most.
 
     Args:
         wanted: the return to achieve.
