@@ -22,14 +22,14 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     """Print the modelled cost of a plan, and write its HTML page if requested; returns the exit
     code."""
-    code = verbs.run_explain(args)
+    plan, problem = verbs.explain(args)
     if args.html is not None:
         from oper.report.plan_page import page
         from oper.support.files import write_text
 
-        write_text(args.html, page(*verbs.explained(args)))
+        write_text(args.html, page(plan, problem))
         print(f"wrote {args.html}", file=sys.stderr)
-    return code
+    return 0
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:

@@ -162,8 +162,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
-def run_explain(args: argparse.Namespace) -> int:
-    """Print the modelled cost of a plan; returns the exit code."""
+def explain(args: argparse.Namespace) -> tuple[Plan, Problem]:
+    """Print the modelled cost of a plan; returns the plan, with its bound, and its problem."""
     from oper.search.certificate.check import verify_plan
     from oper.search.explain import diff as plan_diff, what_if
     from oper.search.explain.summary import as_json, summary
@@ -172,13 +172,13 @@ def run_explain(args: argparse.Namespace) -> int:
     if changes and args.diff is not None:
         raise UsageError("cannot explain the plan", "--diff, --what-if", (args.diff, args.what_if),
                          "one of the two", "call 'oper explain' once for each")
-    plan, problem = explained(args)
+    plan, problem = _explained(args)
     compared = None
     if args.diff is not None:
         found = plan_diff.diff(plan, Plan.load(args.diff), problem)
         print(json.dumps({"plan": args.plan, "other": args.diff, **found}) if args.json
               else plan_diff.as_text(found, (args.plan, args.diff)).rstrip("\n"))
-        return 0
+        return plan, problem
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
@@ -199,7 +199,7 @@ def run_explain(args: argparse.Namespace) -> int:
         print(what_if.as_text(changes, compared), end="")
     else:
         print(summary(plan, problem, verify_plan(plan, problem)), end="")
-    return 0
+    return plan, problem
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -243,7 +243,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if found.certified else 1
 
 
-def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
+def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """Return the plan and the problem that the arguments of ``oper explain`` describe.
 
     The returned plan has a lower bound for this problem: the one in the plan file if it was made
