@@ -173,6 +173,7 @@ class Plan:
     synchronize_every: Positive = 1
     synchronize_delay: Count = 0
     synchronize_bits: int = 32
+    _by_name: dict[str, TablePlan] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, is_right, expected in rules_of(self):
@@ -192,6 +193,7 @@ class Plan:
                 f">= 1, the samples per rank for which step_us={self.step_us} was modelled",
                 "state it, or set step_us and lower_bound_us to 0 (unknown)")
         check_unique(t.table for t in self.tables)
+        object.__setattr__(self, "_by_name", {t.table.name: t for t in self.tables})
         object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits).only(
             {t.table.name for t in self.tables}))
         self.message_bits.check_for(t.table for t in self.tables)
@@ -207,9 +209,8 @@ class Plan:
 
     def table(self, name: str) -> TablePlan:
         """Return the entry of table `name`; raises PlanError if the plan has no such table."""
-        for entry in self.tables:
-            if entry.table.name == name:
-                return entry
+        if (entry := self._by_name.get(name)) is not None:
+            return entry
         raise PlanError("the plan lacks a table", "table", name,
                         f"one of {[t.table.name for t in self.tables][:8]}",
                         "make a plan for this model")

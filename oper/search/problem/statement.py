@@ -213,12 +213,15 @@ class Problem:
 
     def table(self, name: str) -> TableProblem:
         """The entry of table `name`; raises InvalidInputError if there is none."""
-        for t in self.tables:
-            if t.spec.name == name:
-                return t
+        if (found := self._by_name.get(name)) is not None:
+            return found
         raise InvalidInputError("the problem has no such table", "table", name,
                                 f"one of {[t.spec.name for t in self.tables][:8]}",
                                 "make the problem from this model's tables")
+
+    @cached_property
+    def _by_name(self) -> dict[str, TableProblem]:
+        return {t.spec.name: t for t in self.tables}
 
     def held(self, name: str) -> TableConstraint:
         """The constraints on table `name`."""
