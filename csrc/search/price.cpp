@@ -319,6 +319,7 @@ class Pricing {
   // Set the costs of pushing each block to each class in pieces of type j, without partial sums.
   void set_type(int64_t j) {
     const int64_t M = p_.num_options, n = n_, begin = begin_;
+    const int64_t never = mode_ == kTiersPushed ? heavy(j) : 0;  // of types pushed whole, none is
     of_class_.clear();
     pushed_.resize(M * n), least_sums_.resize(M * n);
     for (int64_t m = 0; m < M; ++m) {
@@ -336,7 +337,7 @@ class Pricing {
         for (int64_t f = 0; f < 3; ++f) sums += unit[f] * p_.features[f * p_.num_blocks + begin + b];
         least_sums_[m * n + b] = price_of(m) * sums;
       }
-      std::fill_n(&pushed_[m * n], heavy(j), kNever);
+      std::fill_n(&pushed_[m * n], never, kNever);
       of_class_.push_back(m);
     }
   }
