@@ -447,19 +447,20 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
     assert tighten_bound(plan, few, max_work=1400).lower_bound_us >= plan.lower_bound_us
 
 
-def test_once_the_first_tree_has_stalled_the_most_promising_is_continued(monkeypatch):
+def test_once_the_first_tree_is_done_the_most_promising_is_continued(monkeypatch):
     work = plan_workloads.few_tables(0)
     few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                        batch_size=work.batch_size, allow=EVERYTHING)
     part = subspaces(few, None)[0]
     (first,) = part.trees
     far = 1e12
-    monkeypatch.setattr(subspaces_module, "_ENOUGH", 20)
-    while first.solved < 20:  # as long as it has few nodes, the first tree is continued
+    for _ in range(3):  # as long as there is something to branch on, the first tree is continued
         part.branch(far, far, None)
         assert part.trees == [first]
+    first.is_done = True
     while not all(x.work for x in part.trees) or len(part.trees) == 1:
         part.branch(far, far, None)
+    first.is_done = False
     phases = [x.bound.relaxation.distinguished for x in part.trees]
     assert phases == [None, (0, REQUESTS[1]), (1, REQUESTS[1]), (3, REQUESTS[1])]
     monkeypatch.setattr(subspaces_module, "_LEAST_SHARE", 0.0)

@@ -27,10 +27,7 @@ from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables; with more, each tree takes so long that fewer are better
 _NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
-#: A tree has stalled if it has this many nodes, and would close less than this share of the gap
-#: with twice the work. The root of another tree takes as long as about ten nodes.
-_ENOUGH, _LITTLE = 64, 1 / 8
-_LEAST_SHARE = 1 / 8  # of the work, for every tree once the first has stalled
+_LEAST_SHARE = 1 / 8  # of the work, for every tree once the first is done
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
 
@@ -46,7 +43,7 @@ class Subspace:
     Attributes:
         trees: branch-and-bound trees; the largest of their bounds counts. The first has relaxed
             solutions that can be rounded. The others, made by `branch` once a plan is known and the
-            first has stalled, relax a problem in which the host of the piece with the largest load
+            first is done, relax a problem in which the host of the piece with the largest load
             of one kind is distinguished. Their nodes take longer, and which of them proves most
             differs from problem to problem.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain,
@@ -139,14 +136,12 @@ class Subspace:
             for tree in self.trees:
                 tree.is_done = False
         step_us, goal_us = step_us - self.extra_us, goal_us - self.extra_us
-        best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
-        left_us = goal_us - best.bound.lower_bound_us
-        has_stalled = best.solved >= _ENOUGH and best.rise_us < _LITTLE * left_us
-        if not best.is_done and not has_stalled:
-            best.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
-            if not best.is_done:
+        first = self.trees[0]
+        if len(self.trees) == 1 and not first.is_done:
+            first.run(1, step_us=step_us, goal_us=goal_us, deadline=deadline)
+            if not first.is_done:
                 return
-        if np.isfinite(step_us) and len(self.trees) == 1 and best.solved:
+        if np.isfinite(step_us) and len(self.trees) == 1 and first.solved:
             self.trees += [self._with_host(x, deadline) for x in self._loads]
         # Every tree has a share of the work; the most promising one has the rest.
         for tree in sorted((x for x in self.trees if not x.is_done), key=lambda x: (
