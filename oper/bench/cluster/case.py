@@ -43,7 +43,7 @@ _TIMED_SHARE = 1.5  # contenders up to this times slower than the fastest are ti
 _NEAR_SHARE = 1.15  # as are TorchRec's plans up to this times slower than its fastest
 COUNTED_STEPS = 2
 _PER_ROUND = 4  # timed steps per contender and round
-_ROUNDS = (3, 10)  # minimum and maximum
+_ROUNDS = (3, 50)  # minimum and maximum; within them, `Case.timed_s` determines the number
 
 
 @dataclass(frozen=True, slots=True)
