@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int64_t kSearchVersion = 4;  // of all argument structures; VERSION in oper/search/native.py
+constexpr int64_t kSearchVersion = 5;  // of all argument structures; VERSION in oper/search/native.py
 
 struct OperArgument {
   int64_t size, version;  // size of the entire structure in bytes

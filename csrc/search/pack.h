@@ -43,6 +43,14 @@ struct OperPacking {
   const uint8_t* whole;        // [N], all rows are pushed, so that a single owner has no such requests
   const double* sums;          // [N, K + 1], bytes of partial sums per column, by share of an owner
   const uint8_t* pushes;       // [N], whether the candidate pushes rows
+  // If a table is cut by columns and its optimizer keeps one state per row, the owners of a row's pieces
+  // send each other sums of squares, unless they are in one memory domain:
+  const int64_t* host_of;      // [W]
+  const int64_t* domain_of;    // [W]
+  const double* squares;       // [N], bytes of all rows that the candidate pushes; 0 if none are sent
+  const double* all_squares;   // [tables], the same of all rows of a table
+  const double* square_link;   // [C, G], load of a byte sent to and one received from the same host
+  const double* square_cross;  // [C, G], and from another host
   const uint8_t* may_split;    // [T], whether it may be cut by columns
   const uint8_t* may_stripe;   // [T], whether rows may be striped
   const int64_t* num_may;      // [T], number of ranks that may own it

@@ -198,9 +198,15 @@ class Layouts {
     if (!pushed) return;
     const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
                   end = p_.mate_first[first_rank_[c] + 1];
+    // Sums of squares between column pieces, if as many owners as possible are on one host.
+    const double squares = pieces * (pieces - 1) * p_.squares[n], spots = pieces * owners;
+    const double on_host = std::min(1.0, num_like(p_.host_of, c) / spots);
+    const double near = std::min(1.0, num_like(p_.domain_of, c) / spots);
     for (int64_t g = 0; g < G; ++g) {
       double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
-                   asks * pieces * p_.asked[n * G + g];
+                   asks * pieces * p_.asked[n * G + g] +
+                   squares * ((on_host - near) * p_.square_link[c * G + g] +
+                              (1 - on_host) * p_.square_cross[c * G + g]);
       to.piece[c * G + g] = std::max(0.0, all / (pieces * owners));
       for (int64_t i = begin; i < end; ++i) {
         const int64_t mate = ((n * kLevels + p_.mate_level[i]) * C + c) * G + g;
@@ -208,6 +214,11 @@ class Layouts {
       }
       to.mean[c * G + g] += all / size_[c];
     }
+  }
+
+  // Number of ranks with the same host or domain as the first rank of class `c`.
+  double num_like(const int64_t* of, int64_t c) const {
+    return double(std::count(of, of + p_.num_ranks, of[first_rank_[c]]));
   }
 
   const OperPacking& p_;

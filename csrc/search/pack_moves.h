@@ -13,6 +13,7 @@
 namespace oper::search {
 
 constexpr int kDrawn = 12;        // ranks drawn; the best is used: 4 were too few, 32 no better
+constexpr double kNear = 0.75;    // share of moves to hosts that own other column pieces of the table
 constexpr double kRelevel = 0.02;  // relative range of the random changes of levels
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, see is_on_its_side
 
@@ -106,12 +107,27 @@ class PackMoves : protected PackState {
     for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // changed by this move
   }
 
+  // Whether a move looks for ranks on hosts that own pieces of part `k`: often, if the owners of its column
+  // pieces send each other sums of squares and it has at least `least` pieces.
+  bool stays_near(int64_t k, size_t least) {
+    return sends_squares(k) && of_table_[k].size() >= least && random_.unit() < kNear;
+  }
+  // A random rank, on a host that owns a piece of part `k` if `near`.
+  int64_t draw_rank(int64_t k, bool near) {
+    if (!near) return random_.below(W);
+    const auto& family = of_table_[k];
+    const Piece& x = pieces_[family[random_.below(int64_t(family.size()))]];
+    const auto& ranks = ranks_on_[p_.host_of[x.rank[random_.below(x.owners)]]];
+    return ranks[random_.below(int64_t(ranks.size()))];
+  }
+
   // The cheapest of several drawn ranks that may own table `k` and do not; -1 if there is none.
   int64_t pick_rank(int64_t k) {
     int64_t best = -1;
     double least = 0;
+    const bool near = stays_near(k, 1);
     for (int i = 0; i < kDrawn; ++i) {
-      const int64_t r = random_.below(W);
+      const int64_t r = draw_rank(k, near);
       if (!free_for(k, r) || r == best) continue;
       const double h = marginal_cost(r);
       if (best < 0 || h < least) best = r, least = h;
@@ -141,8 +157,8 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks.
-  // Returns false if there are more pieces than ranks that may own them.
+  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks, if
+  // possible of one host if the owners send each other sums of squares. Returns false if there are more pieces than ranks that may own them.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
@@ -156,8 +172,14 @@ class PackMoves : protected PackState {
       x.table = int(k);
       x.width = left - width < kMinColumns ? left : width;
       order.clear();
-      for (int64_t r = 0; r < W; ++r)
-        if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
+      if (sends_squares(k) && !of_table_[k].empty())
+        for (const int64_t r : ranks_on_[p_.host_of[pieces_[of_table_[k].back()].rank[0]]])
+          if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
+      if (int64_t(order.size()) < owners) {
+        order.clear();
+        for (int64_t r = 0; r < W; ++r)
+          if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
+      }
       if (order.empty()) return false;
       x.owners = int(std::min<size_t>(size_t(owners), order.size()));
       std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
@@ -251,8 +273,9 @@ class PackMoves : protected PackState {
     // Loads of the part, and of the part it is swapped with, on a rank of either class.
     const double* mine = owned(x, i, home, &owned_[0]);
     const double before = rank_cost(from, &none_[0], &none_[0]);
+    const bool near = stays_near(x.table, 2);
     for (int n = 0; n < kDrawn; ++n) {
-      const int64_t r = random_.below(W), c = p_.class_of[r];
+      const int64_t r = draw_rank(x.table, near), c = p_.class_of[r];
       if (!free_for(x.table, r)) continue;
       int other = -1;
       const double *there = c == home ? mine : owned(x, i, c, &owned_[G]), *his = &none_[0], *here = his;

@@ -10,6 +10,8 @@
 
 #include "search/pack.h"
 #include "search/pack_loads.h"
+#include "search/pack_piece.h"
+#include "search/pack_squares.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,56 +22,6 @@
 #include <vector>
 
 namespace oper::search {
-
-constexpr int kColumnStep = 4;    // widths of pieces are multiples of this
-constexpr int kMinColumns = 8;    // least width of a piece, unless the table is narrower
-constexpr int kMaxOwners = 48;    // owners of one piece
-constexpr int64_t kLevels = 2;    // of mates: 0 on the owner's host, 1 in its rack
-constexpr int kMaxWeight = 240;   // sum of the weights of one piece
-constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are assigned one by one
-constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 1 + 1e3 x
-constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
-constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
-constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
-constexpr float kLeastShare = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
-constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
-
-struct Random {  // xorshift64*, Vigna 2016
-  uint64_t s;
-  uint64_t next() {
-    s ^= s >> 12, s ^= s << 25, s ^= s >> 27;
-    return s * 0x2545F4914F6CDD1DULL;
-  }
-  int64_t below(int64_t n) {
-    return static_cast<int64_t>((static_cast<unsigned __int128>(next()) * uint64_t(n)) >> 64);
-  }
-  double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-};
-
-struct Piece {
-  int table = 0, width = 0, owners = 0, total = 0;
-  uint16_t rank[kMaxOwners];
-  uint8_t weight[kMaxOwners];
-  float mass[kMaxOwners], sums[kMaxOwners];  // shares of lookups and of partial sums; `deal` sets them
-
-  Piece() = default;
-  Piece(const Piece& x) { *this = x; }
-  Piece& operator=(const Piece& x) {  // copies only the owners in use, which are few
-    table = x.table, width = x.width, owners = x.owners, total = x.total;
-    std::memmove(rank, x.rank, size_t(owners) * sizeof *rank);
-    std::memmove(weight, x.weight, size_t(owners) * sizeof *weight);
-    std::memmove(mass, x.mass, size_t(owners) * sizeof *mass);
-    std::memmove(sums, x.sums, size_t(owners) * sizeof *sums);
-    return *this;
-  }
-  void add_owner(int64_t r, int w) {
-    rank[owners] = uint16_t(r), weight[owners++] = uint8_t(w), total += w;
-  }
-  void drop_owner(int i) {
-    total -= weight[i], --owners;
-    rank[i] = rank[owners], weight[i] = weight[owners];
-  }
-};
 
 class PackState {
  protected:
@@ -85,6 +37,8 @@ class PackState {
       while (r < W && p.class_of[r] == c) ++r;
       block_.push_back({begin, r});
     }
+    ranks_on_.resize(size_t(*std::max_element(p.host_of, p.host_of + W)) + 1);
+    for (int64_t r = 0; r < W; ++r) ranks_on_[p.host_of[r]].push_back(r);
     reset(p.candidate, p.part_width, std::vector<float>(p.units, p.units + W));
   }
 
@@ -101,6 +55,8 @@ class PackState {
     pieces_.clear(), free_.clear();
     of_table_.assign(T, {}), on_rank_.assign(W, {}), counted_cuts_.assign(T, 0.0);
     recut_.clear();
+    squares_.assign(whole_, {}), between_.assign(whole_, 0.0), is_changed_.assign(whole_, 0);
+    changed_.clear();
     owns_.assign(T * W, 0);
     busy_.resize(P * W), kept_busy_.resize(P * W);
   }
@@ -146,6 +102,58 @@ class PackState {
     return double(std::max<size_t>(of_table_[k].size(), 1) - 1);
   }
 
+  void add_squares(const Squares& x, double sign) {
+    touch(x.rank);
+    double* to = load(x.rank);
+    const int64_t at = p_.class_of[x.rank] * G;
+    for (int64_t g = 0; g < G; ++g)
+      to[g] += sign * (x.on_host * p_.square_link[at + g] + x.between_hosts * p_.square_cross[at + g]);
+  }
+  bool sends_squares(int64_t k) const { return p_.squares[p_.first[k] + candidate_[k]] > 0; }
+  // Replaces the loads by the sums of squares of a table by those of its present pieces, at the end of a
+  // move.
+  void settle_squares(int64_t table) {
+    squares_log_.push_back({table, squares_[table]});
+    for (const Squares& x : squares_[table]) add_squares(x, -1);
+    squares_[table].clear();
+    const int64_t other = T == whole_ ? table : table + whole_;
+    const bool both = other != table && width_[table] > 0 && width_[other] > 0;
+    family_ = of_table_[table];
+    if (both && candidate_[table] == candidate_[other]) {  // the parts are one
+      family_.insert(family_.end(), of_table_[other].begin(), of_table_[other].end());
+      return settle_pieces(table);
+    }
+    settle_pieces(table);
+    if (other == table) return;
+    family_ = of_table_[other];
+    settle_pieces(other);
+    settle_parts(table, both ? messages_between(table, other) : 0.0);
+  }
+  void settle_pieces(int64_t k) {  // those in `family_`
+    if (family_.size() < 2 || !sends_squares(k)) return;
+    std::vector<Squares>& now = squares_[k % whole_];
+    const size_t first = now.size();
+    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]], now);
+    for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
+  }
+  // Messages per row between the owners of two parts with different candidates. All columns of a row that
+  // is not pushed have one owner.
+  double messages_between(int64_t k, int64_t other) const {
+    const auto pieces = [&](int64_t x) { return double(std::max<size_t>(of_table_[x].size(), 1)); };
+    const auto owners = [&](int64_t x) { return pushes(x) ? pieces(x) : 1.0; };
+    return pieces(k) * owners(other) + pieces(other) * owners(k);
+  }
+  // The owners of a row in the two parts are independent, and all ranks own equally many rows.
+  void settle_parts(int64_t table, double messages) {
+    const double sent = (messages - between_[table]) * p_.all_squares[table] / double(W);
+    if (sent == 0) return;
+    between_log_.push_back({table, between_[table]});
+    between_[table] = messages;
+    for (int64_t i = 0; i < C * G; ++i)
+      every_[i] += sent * (between_pieces_.on_host * p_.square_link[i] +
+                          between_pieces_.between_hosts * p_.square_cross[i]);
+  }
+
   // Bytes of partial sums per column of an owner with this share of the lookups, of candidate n.
   double sums(int64_t n, double share) const {
     const double* y = p_.sums + n * (p_.num_shares + 1);
@@ -179,22 +187,6 @@ class PackState {
     }
     for (int i = 0; i < x.owners; ++i)
       x.mass[i] = float(mass[i]), x.sums[i] = float(sums(n, std::min(mass[i], 1.0)));
-  }
-
-  // The owners of the positions 0, ..., `last` of a period, as `Tier.pattern` of oper/plan.py.
-  static void spread(const Piece& x, uint32_t last, uint8_t* turn) {
-    if (x.total == x.owners) {
-      for (uint32_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
-      return;
-    }
-    double due[kMaxOwners] = {};
-    int given[kMaxOwners] = {};
-    for (uint32_t n = 0; n <= last; ++n) {
-      int next = 0;
-      for (int i = 1; i < x.owners; ++i)
-        if (due[i] < due[next]) next = i;
-      due[next] = double(++given[next]) / x.weight[next], turn[n] = uint8_t(next);
-    }
   }
 
   // The quantities to which the load of a piece's owner is proportional.
@@ -358,18 +350,30 @@ class PackState {
   void begin_move() {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear();
-    log_.clear(), numbers_log_.clear();
+    log_.clear(), numbers_log_.clear(), squares_log_.clear(), between_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_, saved_share_ = share_, saved_share_sum_ = share_sum_;
     saved_level_ = level_;
   }
   void finish_move() {
     for (const int k : recut_) settle_cuts(k);
     recut_.clear();
+    for (const auto& [id, was] : log_) note_change(was.table), note_change(pieces_[id].table);
+    for (const int64_t k : changed_) settle_squares(k), is_changed_[k] = 0;
+    changed_.clear();
     for (const int64_t r : saved_rank_) flatten(r), refill(r);
+  }
+  // Notes that a part has changed, if that may change its table's sums of squares.
+  void note_change(int64_t k) {
+    k %= whole_;
+    if (p_.all_squares[k] == 0 || is_changed_[k]) return;
+    is_changed_[k] = 1;
+    changed_.push_back(k);
   }
   void undo() {
     for (auto it = log_.rbegin(); it != log_.rend(); ++it) link(it->first, it->second);
     for (auto it = numbers_log_.rbegin(); it != numbers_log_.rend(); ++it) *it->first = it->second;
+    for (auto& [k, was] : squares_log_) squares_[k].swap(was);
+    for (const auto& [k, was] : between_log_) between_[k] = was;
     for (size_t i = 0; i < saved_rank_.size(); ++i) {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
@@ -455,6 +459,7 @@ class PackState {
   }
 
   void set_number(int64_t k, int64_t& number, int64_t value) {  // of part k; updates unpushed rows' loads
+    note_change(k);
     numbers_log_.push_back({&number, number});
     add_stay(k, -1);
     number = value;
@@ -511,9 +516,17 @@ class PackState {
   std::vector<double> share_sum_, saved_share_sum_;  // sums of share_ by class, by which shares are divided
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_, saved_share_;
   std::vector<Piece> pieces_;
-  std::vector<int> free_, recut_;
+  std::vector<int> free_, recut_, family_;
+  std::vector<int64_t> changed_;  // tables whose sums of squares may have changed in this move
+  std::vector<uint8_t> is_changed_;
   std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
+  std::vector<std::vector<int64_t>> ranks_on_;  // by host
+  std::vector<std::vector<Squares>> squares_;   // that loads contain, by table
+  std::vector<double> between_;                 // messages per row between parts that they contain
+  std::vector<std::pair<int64_t, std::vector<Squares>>> squares_log_;  // before the move's changes
+  std::vector<std::pair<int64_t, double>> between_log_;
+  SquaresBetweenPieces between_pieces_{p_};
   std::vector<uint8_t> owns_;
   std::vector<std::pair<int64_t, int64_t>> block_;
   std::vector<int64_t> saved_rank_, saved_mark_;

@@ -14,7 +14,7 @@ from oper.errors import MissingDependencyError
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-VERSION = 4  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
+VERSION = 5  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
 
 
 class Sums(ctypes.Structure):
@@ -68,7 +68,8 @@ class Packing(Argument):
             "num_candidates", "stay", "stay_once", "fill", "fill_once", "column", "stream",
             "column_read", "stream_read", "mate_first", "mates", "mate_level", "partial_mate",
             "column_mate", "stream_mate", "column_ids", "head_at", "head", "asked", "whole",
-            "sums", "pushes", "may_split", "may_stripe", "num_may", "may", "order",
+            "sums", "pushes", "host_of", "domain_of", "squares", "all_squares", "square_link", "square_cross",
+            "may_split", "may_stripe", "num_may", "may", "order",
             "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),
         ("resumes", _int),

@@ -394,7 +394,7 @@ LENGTHS = {"even": ([4], [1.0]), "rare and long": ([0, 1, 60], [0.9, 0.05, 0.05]
            "often empty": ([0, 2], [0.8, 0.2])}
 
 
-def case(kind, hot=1.3, rows=NUM_ROWS):
+def case(kind, hot=1.3, rows=NUM_ROWS, per_host=8):
     lengths, share = LENGTHS[kind]
     weight = np.arange(1, rows + 1, dtype=float) ** -hot
     counts = np.rint(weight / weight.sum() * 1e9).astype(np.int64)
@@ -402,7 +402,7 @@ def case(kind, hot=1.3, rows=NUM_ROWS):
     stats = TableStats.from_counts(rows, np.arange(rows), counts, (np.array(lengths), bags))
     stated = make_problem([TableSpec("t", rows, DIM, ("f",))],
                           AccessStats(int(bags.sum()), {"t": stats}, "drawn", True),
-                          gpus(WORLD), batch_size=BATCH)
+                          gpus(WORLD, per_host=per_host), batch_size=BATCH)
     return stated, counts / counts.sum(), np.array(lengths), np.array(share)
 
 
@@ -477,3 +477,39 @@ def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
             close(phase.units[Term.LINK_IN, rank], arrive[phase.name][:, rank])
             close(phase.units[Term.LINK_OUT, rank], leave[phase.name][:, rank])
         assert not phase.units[Term.CROSS_IN].any()
+
+
+@pytest.mark.parametrize("per_host", [1, 3])
+def test_sums_of_squares_between_owners_of_columns_are_the_means_of_drawn_batches(per_host):
+    """Every owner of a piece sends 8 bytes per touched row to each rank that owns another piece."""
+    stated, *law = case("even", per_host=per_host)
+    stripe, rest = Tier(0, 16, "striped", (1, 2)), Tier(16, 40, "owned", (0,))
+    pushed = replace(stripe, mode="push")
+    pieces = (Piece(0, 2, (Tier(0, 40, "owned", (0,)),)), Piece(2, 4, (stripe, rest)),
+              Piece(4, 8, (pushed, replace(rest, ranks=(2,)))))
+    owner = np.zeros((3, NUM_ROWS), int)
+    owner[1, :16] = owner[2, :16] = np.where(np.arange(16) % 2 == 0, 1, 2)
+    owner[2, 16:] = 2
+
+    def links(optimizer):
+        spec = replace(stated.tables[0].spec, optimizer=optimizer)
+        known = replace(stated, tables=(replace(stated.tables[0], spec=spec),))
+        plan = Plan(WORLD, (TablePlan(spec, pieces),), batch_size=BATCH)
+        update = {p.name: p for p in evaluate(plan, known).phases}["update"]
+        return update.units[[Term.LINK_OUT, Term.LINK_IN, Term.CROSS_OUT, Term.CROSS_IN]]
+
+    found = links("rowwise_adagrad") - links("sgd")
+    used, unused = (found[2:], found[:2]) if per_host == 1 else (found[:2], found[2:])
+    assert not unused.any()
+    touched = batches("even", *law, seed=2).sum(axis=(1, 2)) > 0  # [DRAWS, R]
+    for rank in range(WORLD):
+        sent, received = np.zeros((2, DRAWS))
+        for row in range(NUM_ROWS):
+            holders = owner[:, row]
+            for piece in holders:
+                if piece == rank:
+                    sent += 8 * touched[:, row] * (np.unique(holders).size - 1)
+                elif rank in holders:
+                    received += 8 * touched[:, row]
+        close(used[0, rank], sent)
+        close(used[1, rank], received)

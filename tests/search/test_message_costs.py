@@ -132,13 +132,18 @@ def test_replayed_loads_are_the_messages_that_are_sent(bits: Any) -> None:
     mixed = replace(plain, tables=tuple(
         TablePlan(t.table, (Piece(0, 64, tiers),)) if t.table.name == "t1" else t
         for t in plain.tables))
+    columns = (Piece(0, 24, (Tier(0, 300, "owned", (2,)),)), Piece(24, 64, tiers))
+    split = replace(plain, tables=tuple(
+        TablePlan(t.table, columns) if t.table.name == "t1" else t for t in plain.tables))
     batch = draw(problem, chances, np.random.default_rng(1))
-    for plan in (plain, mixed):
-        plan = replace(plan, message_bits=problem.message_bits)
+    for placed in (plain, mixed, split):
+        plan = replace(placed, message_bits=problem.message_bits)
         sent = dict(zip(SENT, WireReplay(plan, [0, 1, 2], training=True).step(batch), strict=True))
         request, forward, _, update = RealizedLoad(plan, problem).step(batch).phases
         answers = sent["rows"] + sent["partial_sums"]
-        back = sent["gradient_rows"] + sent["bag_gradients"] + sent["refreshed_rows"]
+        back = (sent["gradient_rows"] + sent["bag_gradients"] + sent["refreshed_rows"]
+                + sent["squares"])
+        assert (sent["squares"].sum() > 0) == (placed is split)
         for phase, wanted in ((request, sent["ids"]), (forward, answers), (update, back)):
             for axis, term in ((1, Term.CROSS_OUT), (0, Term.CROSS_IN)):
                 assert phase.units[term] == pytest.approx(wanted.sum(axis=axis), abs=36)

@@ -9,8 +9,9 @@ Phases of a training step (barriers between them) and the work of each rank:
   and writes its outputs; the owner of pushed rows pools them for all ranks.
 * backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
 * update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
-  reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
-  master copy, which then writes all other copies.
+  reduce; they merge them and apply the optimizer, for which the owners of a row's column pieces
+  send each other their sums of squares if the optimizer keeps one state per row; a replicated row
+  is updated by the holder of its master copy, which then writes all other copies.
 * refresh (between hosts whose links differ): changed rows are sent to copies on other hosts, once
   all gradients have arrived. With equal links, this takes all ranks equally long, because masters
   are assigned round-robin, and is part of update.

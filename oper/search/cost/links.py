@@ -82,3 +82,27 @@ def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.n
     if m.has_racks:  # copies of all hosts send the same amount
         out[Term.RACK_IN] += message * from_afar * m.other_racks(holds) / holds.sum()
         out[Term.RACK_OUT] += message * m.other_racks(from_afar) / holds.sum() * holds
+
+
+def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
+             reads_source: bool = True) -> None:
+    """Add bytes between ranks of different domains to units of a phase.
+
+    Args:
+        out: float64 [9, W], the units.
+        amount: float64 [W, W], bytes by source and destination, which use links between domains
+            of the same host; bytes within a domain use no link.
+        message: float64 [W, W], bytes by source and destination on links between hosts.
+        reads_source: whether `amount` is also read from the source's memory, for any host.
+    """
+    host = machine.host[:, None] == machine.host[None, :]
+    far = machine.domain[:, None] != machine.domain[None, :]
+    out[Term.LINK_OUT] += (amount * (far & host)).sum(axis=1)
+    out[Term.LINK_IN] += (amount * (far & host)).sum(axis=0)
+    out[Term.CROSS_OUT] += (message * ~host).sum(axis=1)
+    out[Term.CROSS_IN] += (message * ~host).sum(axis=0)
+    rack = machine.rack[:, None] == machine.rack[None, :]
+    out[Term.RACK_OUT] += (message * ~rack).sum(axis=1)
+    out[Term.RACK_IN] += (message * ~rack).sum(axis=0)
+    if reads_source:
+        out[Term.MEMORY] += (amount * far).sum(axis=1)

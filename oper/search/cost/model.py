@@ -28,8 +28,9 @@ from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
+from oper.search.cost.columns import expected_squares
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase, phases_of
-from oper.search.cost.links import broadcast, owner_exchange, subset_reads
+from oper.search.cost.links import broadcast, owner_exchange, subset_reads, transfer
 from oper.search.cost.tally import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
@@ -319,9 +320,20 @@ class CostModel:
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
             total = total.plus(self.piece_tally(t, piece, ordered))
-        split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
+        split = len(pieces) > 1 and self.exchanges_squares(t)
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
-        return replace(total, rows=rows, num_split=(len(pieces) - 1) * split)
+        units = total.units
+        if split:
+            sent = expected_squares(t, pieces, self.machine.world_size, ordered)
+            squares = np.zeros((len(self.phases), len(TERMS), self.machine.world_size))
+            transfer(squares[self.update_phase], sent, sent, self.machine, False)
+            add_wire(squares, self.machine)
+            units = units + squares
+        return replace(total, rows=rows, units=units, num_split=(len(pieces) - 1) * split)
+
+    def exchanges_squares(self, t: TableProblem) -> bool:
+        """Whether owners of the columns of a row exchange the sums of their squared gradients."""
+        return self.training and t.spec.optimizer in ROW_WISE
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:

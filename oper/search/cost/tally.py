@@ -52,8 +52,9 @@ class Tally:
 
     Attributes:
         rows: float64 [23, W], by `Row`.
-        units: float64 [phases, 9, W], units by phase and term of tiers that are replicated on only
-            some ranks, whose traffic `rows` cannot express; 0.0 if there are none.
+        units: float64 [phases, 9, W], units by phase and term of what `rows` cannot express: the
+            traffic of tiers that are replicated on only some ranks, and the sums of squares that
+            owners of a row's columns send each other; 0.0 if there are none.
         num_pushed: number of pushed tiers. A plan with any pays an additional barrier.
         num_split: number of column pieces beyond the first, of tables whose optimizer must add up
             squared gradients over columns. A plan with any pays an additional barrier.

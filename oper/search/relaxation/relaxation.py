@@ -14,7 +14,8 @@ host memory) or pushed. A piece of width w of a table of D columns consumes w / 
     + partial sums of pushed rows                       concave in the mass of one owner
 
 with s = D / w, the number of id streams; the other names are attributes of `Relaxation`, and `ids`
-are the pushed ids. These are all charges of the cost model (`CostModel.whole_table`).
+are the pushed ids. These are all charges of the cost model (`CostModel.whole_table`) but messages
+with sums of squares (`expected_squares`), without which the bound is lower and still valid.
 """
 
 from __future__ import annotations

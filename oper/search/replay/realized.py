@@ -16,6 +16,7 @@ import numpy as np
 from oper.messages import owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
+from oper.search.cost.links import transfer
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally, key_rows
 from oper.search.problem.machine import Machine, Term, add_wire
@@ -28,6 +29,7 @@ from oper.search.problem.statement import (
     TableProblem,
 )
 from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.search.replay.wire import sent_squares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +77,7 @@ class RealizedLoad:
         batch is invalid."""
         rows = np.zeros((NUM_ROWS, self.world_size))
         exchange = np.zeros((NUM_RELATIONAL, self.world_size, self.world_size))
+        squares = np.zeros((self.world_size, self.world_size))
         for entry in self.plan.tables:
             t = self.problem.table(entry.table.name)
             batches = [table_batch(entry.table, b) for b in ranks]
@@ -87,14 +90,19 @@ class RealizedLoad:
                      for b in batches], float).T)
                 own += _own(keys)
                 exchange += keys[:NUM_RELATIONAL, :, None]  # a rank sends the same to all others
-            for piece, placed in zip(entry.pieces, self.placed[t.spec.name], strict=True):
+            pieces = self.placed[t.spec.name]
+            for piece, placed in zip(entry.pieces, pieces, strict=True):
                 own += self._piece(t, piece, placed, batches, exchange)
             split = self.problem.training and len(entry.pieces) > 1 and (
                 t.spec.optimizer in ROW_WISE)
+            if split:
+                squares += sent_squares(pieces, np.unique(np.concatenate([b.ids for b in batches])))
             rows += self.model.whole_table(
                 entry.pieces, own, np.array([b.ids.size for b in batches], float),
                 np.array([b.num_bags for b in batches], float), split)
         units = self.model.loads(rows)
+        if squares.any():
+            transfer(units[self.model.update_phase], squares, squares, self.problem.machine, False)
         self._exchange(units, exchange)
         seconds = self.problem.machine.seconds(units)
         phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
@@ -186,30 +194,6 @@ class RealizedLoad:
             transfer(update, x[Row.BROADCAST], none, machine, reads_source=False)
             transfer(units[self.model.refresh_phase], none, x[Row.BROADCAST], machine)
         add_wire(units, machine)
-
-
-def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
-             reads_source: bool = True) -> None:
-    """Add bytes between ranks of different domains to units of a phase.
-
-    Args:
-        out: float64 [9, W], the units.
-        amount: float64 [W, W], bytes by source and destination, which use links between domains
-            of the same host; bytes within a domain use no link.
-        message: float64 [W, W], bytes by source and destination on links between hosts.
-        reads_source: whether `amount` is also read from the source's memory, for any host.
-    """
-    host = machine.host[:, None] == machine.host[None, :]
-    far = machine.domain[:, None] != machine.domain[None, :]
-    out[Term.LINK_OUT] += (amount * (far & host)).sum(axis=1)
-    out[Term.LINK_IN] += (amount * (far & host)).sum(axis=0)
-    out[Term.CROSS_OUT] += (message * ~host).sum(axis=1)
-    out[Term.CROSS_IN] += (message * ~host).sum(axis=0)
-    rack = machine.rack[:, None] == machine.rack[None, :]
-    out[Term.RACK_OUT] += (message * ~rack).sum(axis=1)
-    out[Term.RACK_IN] += (message * ~rack).sum(axis=0)
-    if reads_source:
-        out[Term.MEMORY] += (amount * far).sum(axis=1)
 
 
 def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:

@@ -15,6 +15,7 @@ from oper.messages import MessageBits, number_bytes, owners_pool, slot_bits
 from oper.plan import Piece, Plan
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
+from oper.search.cost.columns import SQUARE_MESSAGE_BYTES
 from oper.search.replay.simulate import (
     Placed,
     RankBatch,
@@ -109,7 +110,7 @@ class WireReplay:
             if self.training and len(pieces) > 1:
                 mine = int(table.name in self.clipped) + int(table.optimizer in ROW_WISE)
                 rounds = max(rounds, mine)
-                self._squares(sent, pieces, touched, mine)
+                sent[_KIND["squares"]] += mine * sent_squares(pieces, touched)
         # If owners pool rows of pushed tiers, rows of pulled tiers are sent in the same exchanges.
         phases = 2 if self._has_push else int(self._needs.gathers)
         if self.training:
@@ -161,16 +162,6 @@ class WireReplay:
             # Owners keep ids for the backward pass, in which only gradients of bags are sent.
             sent[_KIND["bag_gradients"], reader] += _words(bags, 8 * sizes.gradient)
 
-    def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
-                 rounds: int) -> None:
-        """Add the sums of squares that owners of column pieces exchange, `rounds` times."""
-        owners = [p.resolve(touched)[1] for p in pieces]
-        for mine in owners:
-            for peer in range(self.plan.world_size):
-                asks = np.any([theirs == peer for theirs in owners], axis=0)
-                sent[_KIND["squares"], :, peer] += 8 * rounds * np.bincount(
-                    mine[asks], minlength=self.plan.world_size)
-
     def _refreshes(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, touched: np.ndarray
                    ) -> None:
         tier, owner = placed.resolve(touched)
@@ -178,3 +169,24 @@ class WireReplay:
             number = np.bincount(owner[placed.holds[peer, tier]], minlength=self.plan.world_size)
             sent[_KIND["refreshed_rows"], :, peer] += np.where(
                 number > 0, 4 * (number + 1) + _words(number, 8 * sizes.row), 0)
+
+
+def sent_squares(pieces: Sequence[Placed], touched: np.ndarray) -> np.ndarray:
+    """Bytes of the sums of squares that each owner of a column piece sends to the owners of the
+    other pieces of the same rows, once per step.
+
+    Args:
+        pieces: the column pieces of one table.
+        touched: int64 [n], distinct ids in all ranks' batches.
+
+    Returns:
+        int64 [W, W], by sender and receiver; the diagonal is not sent.
+    """
+    owners = np.array([p.resolve(touched)[1] for p in pieces])
+    world = len(pieces[0].holds)
+    out = np.zeros((world, world), np.int64)
+    for peer in range(world):
+        asks = (owners == peer).any(axis=0)
+        for mine in owners:
+            out[:, peer] += SQUARE_MESSAGE_BYTES * np.bincount(mine[asks], minlength=world)
+    return out

@@ -20,13 +20,14 @@ import numpy as np
 
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
+from oper.search.cost.columns import SQUARE_MESSAGE_BYTES
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.pricing.master import Bound
-from oper.search.problem.machine import GROUPS, REFRESH, REQUEST
+from oper.search.problem.machine import GROUPS, REFRESH, REQUEST, TERMS, Term, add_wire
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
-from oper.search.problem.statement import IDS, ROWS
+from oper.search.problem.statement import IDS, ROWS, TOUCHED_ALL
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import ANY_SQUARES, WHOLE
 from oper.search.rounding.candidates import Candidate, CandidatePool
@@ -176,6 +177,18 @@ class Loads:
             out[..., c, -1] = share / self.full
         return out
 
+    def square_us(self, *terms: int) -> np.ndarray:
+        """Load of a byte of sums of squares by each of `terms` on a rank; float64 [C, G]."""
+        model, out = self.model, np.zeros((self.num_classes, self.num_loads))
+        if not model.training:
+            return out
+        for c, ranks in enumerate(self.relaxation.classes.ranks):
+            units = np.zeros((self.num_phases, len(TERMS), self.class_of.size))
+            units[model.update_phase, list(terms), ranks[0]] = 1.0
+            add_wire(units, model.machine)
+            out[c, :-1] = model.group_us(units)[:, self.groups, ranks[0]].reshape(-1)
+        return out
+
     def base(self, num_tables: int) -> np.ndarray:
         """Loads that every plan puts on each rank, minus those of one piece per table; float64 [W,
         G]."""
@@ -290,6 +303,14 @@ class Annealing:
             "head_at": head_at, "head": head, "asked": asked,
             "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),
             "sums": sums, "pushes": (features[:, ROWS] > 0).astype(np.uint8),
+            "host_of": loads.model.machine.host[order],
+            "domain_of": loads.model.machine.domain[order],
+            "squares": (sent := SQUARE_MESSAGE_BYTES * np.array(
+                [loads.model.exchanges_squares(t) for t in tables]))[table]
+            * features[:, TOUCHED_ALL],
+            "all_squares": sent * np.array([t.total[TOUCHED_ALL] for t in tables]),
+            "square_link": loads.square_us(Term.LINK_IN, Term.LINK_OUT),
+            "square_cross": loads.square_us(Term.CROSS_IN, Term.CROSS_OUT),
             **{n: np.concatenate([x] * parts) for n, x in of_parts.items()}}
 
     def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
