@@ -254,7 +254,8 @@ def rewritten(text: str, source: str, page: str) -> str:
         page: its path in the site.
     """
     def link(match: re.Match[str]) -> str:
-        words, path, anchor = match.group(1), match.group(2), match.group(3) or ""
+        words, path = match.group(1), match.group(2)
+        anchor = re.sub("-+", "-", match.group(3) or "")  # GitHub's anchors keep every dash
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if target in COPIED:
             target = COPIED[target]

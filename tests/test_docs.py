@@ -299,9 +299,9 @@ def test_generated_pages_are_complete() -> None:
 
 
 def test_links_of_copied_pages_are_those_of_the_site() -> None:
-    text = "[a](../docs/x/y.md#z) [b](README.md) [c](lookup.json) [d](https://e.f)"
+    text = "[a](../docs/x/y.md#z---y) [b](README.md) [c](lookup.json) [d](https://e.f)"
     assert GENERATE["rewritten"](text, "benchmarks/README.md", "project/benchmarks.md") == (
-        "[a](../x/y.md#z) [b](benchmarks.md) c (`benchmarks/lookup.json`) [d](https://e.f)")
+        "[a](../x/y.md#z-y) [b](benchmarks.md) c (`benchmarks/lookup.json`) [d](https://e.f)")
 
 
 # ---- notebooks -----------------------------------------------------------------------------------
