@@ -13,6 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 import oper
 from oper.errors import InvalidInputError
 from oper.integration.checkpoint.saving import _bare_modules
+from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
 
 _MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
@@ -44,6 +45,33 @@ def test_states_with_the_same_meaning_and_rows_without_their_state_are_loaded(
     oper.save_checkpoint(tmp_path / "saved", saved)
     oper.load_checkpoint(tmp_path / "saved", loaded)
     assert torch.equal(loaded.weight, saved.weight)
+
+
+@pytest.mark.parametrize("are_saved", [False, True])
+def test_rows_of_a_collection_are_loaded_without_the_states_of_another_optimizer(
+        are_saved: bool, tmp_path: Path) -> None:
+    """The states of a collection are a part of its ``fused_optimizer`` only."""
+    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.Adagrad()))
+    saved(kjt(torch.tensor([3, 5]))).values().sum().backward()
+    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer if are_saved else None)
+    oper.load_checkpoint(tmp_path / "saved", loaded)
+    assert_bitwise(loaded.state_dict(), saved.state_dict(), "rows")
+
+
+def test_rows_of_a_collection_are_loaded_into_tables_whose_optimizer_has_no_state(tmp_path: Path
+                                                                                ) -> None:
+    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.SGD(lr=0.1)))
+    saved(kjt(torch.tensor([3, 5]))).values().sum().backward()
+    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer)
+    oper.load_checkpoint(tmp_path / "saved", loaded, loaded.fused_optimizer)
+    assert_bitwise(loaded.state_dict(), saved.state_dict(), "rows")
+
+
+def test_states_of_a_collection_are_not_loaded_with_another_meaning(tmp_path: Path) -> None:
+    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.Adagrad()))
+    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer)
+    with pytest.raises(InvalidInputError, match="of the run that saved"):
+        oper.load_checkpoint(tmp_path / "saved", loaded, loaded.fused_optimizer)
 
 
 def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from oper.errors import InvalidInputError
+from oper.integration.table_tensor import TableTensor
 
 _Path = tuple[Any, ...]
 
@@ -32,7 +33,7 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
             load only into a state that exists.
     """
     names = getattr(optimizer, "params", None)
-    keyed = list(names) if isinstance(names, dict) else []
+    keyed: dict[str, Any] = names if isinstance(names, dict) else {}
     paths, found = [tuple(path) for path in saved], list[_Path]()
     for at, own in _optimizers(state):
         numbers, present = _numbers(own), {str(k): x for k, x in own["state"].items()}
@@ -43,7 +44,8 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
             if numbers and (key in numbers or not key.isdecimal()):
                 if not _has(present, (key, *path[n + 1:])):
                     found.append(path)
-            elif key in keyed and not present.get(key) and len(path) > n + 1:
+            elif (key in keyed and not present.get(key) and len(path) > n + 1
+                  and not isinstance(keyed[key], TableTensor)):  # whose optimizer has no state
                 found.append(path)
         if found and keyed:
             raise InvalidInputError(

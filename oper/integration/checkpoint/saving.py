@@ -432,10 +432,6 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()
-        for path, tables in _trained(_inner(model)).items():
-            check_optimizers(tables, {
-                keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
-                if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)})
         add_missing(state, metadata, optimizer)
         extra = _stored_extra(metadata)
         if extra:
@@ -448,6 +444,11 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
         found.pop(UPDATES, None)
         planner.set_up_planner(found | ({UPDATES: updates} if updates else {}), metadata,
                                ranks.first)
+        labels, modules = {keys[-1] for keys in planner.mappings.values()}, _by_path(_inner(model))
+        for path in _trained(_inner(model)):
+            check_optimizers(modules[path], {
+                keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
+                if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)}, labels)
         reader.set_up_storage_reader(metadata, ranks.first)
         return reader.prepare_local_plan(planner.create_local_plan())
 

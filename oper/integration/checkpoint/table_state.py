@@ -7,7 +7,7 @@ import math
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -253,20 +253,27 @@ def optimizer_names(tables: ShardedTables) -> dict[str, dict[str, bool]]:
     return {t.name: {t.optimizer: True} for t in tables.specs.values() if STATE_PARTS[t.optimizer]}
 
 
-def check_optimizers(tables: ShardedTables, saved: Mapping[str, str]) -> None:
-    """Raise InvalidInputError if saved states would get another meaning in this collection.
+def check_optimizers(module: Any, saved: Mapping[str, str], wanted: Container[Any]) -> None:
+    """Raise InvalidInputError if states to load would get another meaning in a sharded module.
 
     ``momentum1`` has first moments for the variants of Adam and LAMB, sums of squares for Adagrad,
     and other sums of gradients for SGD with momentum and LarsSGD, perhaps in the same shape. The
     variants of Adam and LAMB, which have second moments as well, can take over each other's states.
 
     Args:
-        tables: the collection.
+        module: the module. The states of a TorchRec collection are loaded only with its
+            ``fused_optimizer``, those of other modules always.
         saved: by table, the optimizer of the run that saved.
+        wanted: names of the values to load, among them those of `optimizer_entries`.
     """
+    tables: ShardedTables = module.tables
+    names: Mapping[str, str] | None = getattr(module, "_names", None)
+    loaded = tables.specs if names is None else {
+        name for label, name in names.items() if f"{label}.momentum1" in wanted}
     for name, before in saved.items():
         spec = tables.specs.get(name)
-        if spec is None or before == spec.optimizer or not STATE_PARTS[spec.optimizer]:
+        if (spec is None or name not in loaded or before == spec.optimizer
+                or not STATE_PARTS[spec.optimizer]):
             continue
         both = [len(STATE_PARTS.get(x, ())) for x in (before, spec.optimizer)]
         if both != [2, 2]:
