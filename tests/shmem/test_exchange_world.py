@@ -354,6 +354,24 @@ def test_a_forked_child_sends_nothing() -> None:
     assert run_world(2, _child_looks_up, labels="ab") == [0, 0]
 
 
+def _looks_up_after_a_failure(rank: int, world_size: int) -> None:
+    """Rank 1 refuses a batch in one collection; the ranks then look up in another one."""
+    model = oper.shard(nn.ModuleDict({name: nn.EmbeddingBag(30, 4, mode="sum") for name in "ab"}),
+                       optimizer=oper.SGD(lr=0.1))
+    for module in model.values():
+        module.tables.migrate(uniform_plan(list(module.tables.specs.values()), world_size,
+                                           "striped"))
+    with pytest.raises(OperError, match="id=71" if rank else "rank=1"):
+        _train_bag(lambda ids: model["a"](ids + 70 * rank))
+    for ids in (torch.tensor([[1, 2]]),) * 3 + (torch.zeros(1, 0, dtype=torch.int64),):
+        with pytest.raises(PeerLostError, match="rank=1"):
+            model["b"](ids)
+
+
+def test_every_lookup_after_a_failure_names_the_rank_that_failed() -> None:
+    run_world(2, _looks_up_after_a_failure, labels="ab")
+
+
 def _leaves_early(rank: int, world_size: int) -> bool:
     """Rank 0 leaves after its part of an exchange; rank 2 arrives a second later."""
     transport = transport_of(ProcessGroup())

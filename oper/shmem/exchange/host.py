@@ -140,6 +140,8 @@ class Exchange:
             error, self._error = self._error, None
             self._abort_after(error)
             raise error
+        if code == Status.TRANSPORT_FAILED:  # in an earlier exchange, which has raised the error
+            code, detail = Status.PEER_GAVE_UP, self._group.rank
         if code == Status.OTHER_PHASE:
             self._raise_elsewhere(detail)
         if code == Status.IMPOSSIBLE_MESSAGE:
