@@ -127,6 +127,7 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--objective", "inference",
      "--latency-bound", "5", "--request-rate", "9", "--start", "q"],
     ["explain", "p", "--what-if", "memory=+x"], ["explain", "p", "--overlap", "forward"],
+    ["explain", "p", "--what-if", "memory=x" + "9" * 400],
     ["explain", "p", "--what-if", "link=x2", "--diff", "q"],
     ["explain", "p", "--world-size", "0"], ["explain", "p", "--world-size", "2000"],
     ["simulate", "p", "--steps", "0"],

@@ -30,6 +30,7 @@ from oper.search import (
 )
 from oper.search.explain import latency
 from oper.search.explain.latency import LatencyGoal, plan_latency, simulate_queue
+from oper.search.explain.summary import summary
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.replica_groups import synchronization_us
@@ -399,6 +400,10 @@ def test_slow_uplinks_separate_groups(uplink: float, every: int, groups: int) ->
     assert min(x["step_us"] for x in compared.values()) == compared[groups]["step_us"]
     part = make_problem(TABLES, stats, topology.divided(groups), batch_size=BATCH)
     assert verify_plan(plan, part).certified
+    assert summary(plan, part).count("replica groups: step") == len(compared)
+    for noted in (None, "x", [1], [{**compared[1], "step_us": None}]):
+        edited = replace(plan, notes={**plan.notes, "replica_groups": noted})
+        assert "replica groups: step" not in summary(edited, part)
     again = Plan.from_text(plan.to_text())
     assert (again.replica_groups, again.synchronize_every) == (groups, plan.synchronize_every)
 

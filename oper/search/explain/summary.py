@@ -128,12 +128,24 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
             lines[-2] += " (for these bits)" if verdict is None else " with these bits"
             lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
                          "not verified")
-    for x in plan.notes.get("replica_groups", []):
+    for x in _compared_groups(plan):
         lines.append(f"{x['groups']:3d} replica groups: step {x['step_us']:.1f} us, bound "
                      f"{x['bound_us']:.1f} us, with {x['synchronization_us']:.1f} us per "
                      "synchronization" + ", chosen" * (x["groups"] == plan.replica_groups))
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
+
+
+def _compared_groups(plan: Plan) -> list[dict[str, Any]]:
+    """The plan's note of the numbers of replica groups that the planner compared; empty if there is
+    none, or it has another form."""
+    noted: Any = plan.notes.get("replica_groups")
+    fits = isinstance(noted, list) and all(
+        isinstance(x, dict) and isinstance(x.get("groups"), int) and all(
+            isinstance(x.get(name), int | float)
+            for name in ("step_us", "bound_us", "synchronization_us"))
+        for x in noted)
+    return noted if fits else []
 
 
 def _chosen_bits(plan: Plan, problem: Problem) -> dict[str, float]:

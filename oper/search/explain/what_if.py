@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ def parse_change(text: str) -> Change:
     """Parse a change such as ``memory=+10%``, ``link=x2`` or ``batch=4096``.
 
     Raises:
-        InvalidInputError: the name is unknown, or the new value would not be positive.
+        InvalidInputError: the name is unknown, or the new value would not be a number above 0.
     """
     name, _, amount = text.partition("=")
     percent = re.fullmatch(r"([+-]\d+(?:\.\d+)?)%", amount)
@@ -51,8 +52,8 @@ def parse_change(text: str) -> Change:
     factor = 1 + float(percent[1]) / 100 if percent else float(times[1]) if times else 0.0
     whole = int(amount) if name == "batch" and amount.isdecimal() else 0
     require("cannot change the problem", "write the change as memory=+10% or batch=8192",
-            ("what-if", text, name in NAMES and (factor > 0 or whole >= 1),
-             f"{_FORM} with a name of {list(NAMES)}, and a result above 0"))
+            ("what-if", text, name in NAMES and (0 < factor < math.inf or whole >= 1),
+             f"{_FORM} with a name of {list(NAMES)}, and a finite result above 0"))
     return Change(text, name, factor, whole or None)
 
 
