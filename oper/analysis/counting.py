@@ -10,9 +10,9 @@ import numpy as np
 
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import (
+    CountTable,
     DistinctSample,
     HeavyHitters,
-    Tally,
     sketched_histogram,
     sketched_stats,
 )
@@ -78,7 +78,7 @@ class AdaptiveCounter:
 
     def __init__(self, budget_bytes: int) -> None:
         """Start with exact counts in a hash table of at most `budget_bytes` bytes."""
-        self._tally = Tally(budget_bytes)
+        self._counted = CountTable(budget_bytes)
         self.is_exact = True  # whether all counts are exact, that is, no sketch is used yet
         self.num_accesses = 0
         self.heavy, self.sample = HeavyHitters(), DistinctSample()
@@ -87,7 +87,7 @@ class AdaptiveCounter:
     def num_ids(self) -> int:
         """Number of distinct ids so far; an estimate once sketches are used."""
         if self.is_exact:
-            return self._tally.num_ids
+            return self._counted.num_ids
         return self.sample.result()[0].size << self.sample.level
 
     def add(self, ids: np.ndarray) -> None:
@@ -97,7 +97,7 @@ class AdaptiveCounter:
 
     def _add(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
         if self.is_exact:
-            taken = self._tally.add(ids, counts)
+            taken = self._counted.add(ids, counts)
             if taken == ids.size:
                 return
             self._end_exact()
@@ -110,22 +110,22 @@ class AdaptiveCounter:
         if not self.is_exact:
             return
         self.is_exact = False
-        level = max(0, (self._tally.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
+        level = max(0, (self._counted.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
         self.sample.level = max(level, self.sample.level)
-        self.sample.add(*self._tally.sample(self.sample.level))
-        self.heavy.count_in(self._tally)
-        self._tally = Tally(0)
+        self.sample.add(*self._counted.sample(self.sample.level))
+        self.heavy.count_in(self._counted)
+        self._counted = CountTable(0)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ids in ascending order and their counts, int64 [K] each: all ids and exact counts,
         or heavy hitters and lower bounds of their counts."""
-        return self._tally.result() if self.is_exact else self.heavy.result()
+        return self._counted.result() if self.is_exact else self.heavy.result()
 
     def merge(self, other: AdaptiveCounter) -> None:
         """Add another counter's counts; `other` must not be used afterwards."""
         self.num_accesses += other.num_accesses
         if other.is_exact:
-            self._add(*other._tally.result())
+            self._add(*other._counted.result())
             return
         for counter in (self, other):
             counter._end_exact()

@@ -31,7 +31,7 @@ _NARROW = 1 << 32  # slots have 8 bytes while ids and accesses are below
 _EMPTY = np.zeros(0, np.int64)
 
 
-class Tally:
+class CountTable:
     """Counts of non-negative ids in one hash table.
 
     Open addressing, with at most three quarters of the slots used. A slot has 8 bytes, or 16 once
@@ -59,7 +59,7 @@ class Tally:
         return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [N].
+        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments integers [N].
 
         Returns the number of ids that were counted; the table has no space for the rest of `ids`.
         """
@@ -69,10 +69,10 @@ class Tally:
         if (num >= _NARROW or int(ids.max()) >= _NARROW) and not self._widen():
             return 0
         self._num_accesses = num
-        ids, taken = np.ascontiguousarray(ids), 0
+        ids, taken = np.ascontiguousarray(ids, np.int64), 0
         while taken < ids.size:
             if self._bits:
-                left = None if counts is None else np.ascontiguousarray(counts[taken:])
+                left = None if counts is None else np.ascontiguousarray(counts[taken:], np.int64)
                 taken += library().oper_data_tally(
                     *self._where(), address(ids[taken:]), address(left),
                     ctypes.c_int64(ids.size - taken), ctypes.c_int64(3 << self._bits - 2),
@@ -162,40 +162,41 @@ class HeavyHitters:
         """Start an empty summary of at most `num_entries` ids."""
         self.num_entries = num_entries
         self._least_bytes = max(64 * num_entries, 1 << 17)  # holds more ids than there are entries
-        self.count_in(Tally(0))
+        self.count_in(CountTable(0))
 
-    def count_in(self, tally: Tally) -> None:
-        """Count in `tally`, which may have counts already, until the next result."""
-        tally.max_bytes = max(tally.max_bytes, self._least_bytes)
-        self.tally = tally
+    def count_in(self, counted: CountTable) -> None:
+        """Count in `counted`, which may have counts already, until the next result."""
+        counted.max_bytes = max(counted.max_bytes, self._least_bytes)
+        self.counted = counted
 
     @property
     def error(self) -> int:
-        """Upper limit of the amount subtracted from any count."""
-        return self.tally.error
+        """Upper limit of what was subtracted from any count."""
+        return self.counted.error
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [K]."""
-        taken = self.tally.add(ids, counts)
+        """Add 1, or `counts[k]`, to the count of every `ids[k]` >= 0; both arguments integers [K].
+        """
+        taken = self.counted.add(ids, counts)
         while taken < ids.size:
-            self.tally.purge(max(self.num_entries, self.tally.num_ids // 2))
+            self.counted.purge(max(self.num_entries, self.counted.num_ids // 2))
             ids, counts = ids[taken:], None if counts is None else counts[taken:]
-            taken = self.tally.add(ids, counts)
+            taken = self.counted.add(ids, counts)
 
     def result(self) -> Counts:
         """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
-        self.tally.purge(self.num_entries)
-        found, error = self.tally.result(), self.tally.error
-        if self.tally.max_bytes > self._least_bytes:  # release memory that these ids do not need
-            self.count_in(Tally(0))
-            self.tally.add(*found)
-            self.tally.error = error
+        self.counted.purge(self.num_entries)
+        found, error = self.counted.result(), self.counted.error
+        if self.counted.max_bytes > self._least_bytes:  # release memory that these ids do not need
+            self.count_in(CountTable(0))
+            self.counted.add(*found)
+            self.counted.error = error
         return found
 
     def merge(self, other: HeavyHitters) -> None:
         """Add another summary; the errors add up."""
         self.add(*other.result())
-        self.tally.error += other.error
+        self.counted.error += other.error
 
 
 class DistinctSample:
@@ -203,28 +204,29 @@ class DistinctSample:
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Start a sample of at most `num_entries` ids."""
-        self.num_entries, self.level, self._tally = num_entries, 0, Tally(0)
+        self.num_entries, self.level, self._counted = num_entries, 0, CountTable(0)
         self._thin(0)
 
     def _thin(self, level: int) -> None:
         """Keep only the ids whose hash has `level` leading zeros."""
-        kept = self._tally.sample(level)
-        self.level, self._tally = level, Tally(max(64 * self.num_entries, 1 << 17))
-        self._tally.add(*kept)
+        kept = self._counted.sample(level)
+        self.level, self._counted = level, CountTable(max(64 * self.num_entries, 1 << 17))
+        self._counted.add(*kept)
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [K]."""
+        """Add 1, or `counts[k]`, to the count of every `ids[k]` >= 0; both arguments integers [K].
+        """
         while ids.size:
             keep = sampled(ids, self.level)
             ids, counts = ids[keep], None if counts is None else counts[keep]
-            taken = self._tally.add(ids, counts)
+            taken = self._counted.add(ids, counts)
             ids, counts = ids[taken:], None if counts is None else counts[taken:]
-            while self._tally.num_ids > self.num_entries and self.level < _MAX_LEVEL:
+            while self._counted.num_ids > self.num_entries and self.level < _MAX_LEVEL:
                 self._thin(self.level + 1)
 
     def result(self) -> Counts:
         """Return the ids, ascending, and their counts; int64 [M] each."""
-        return self._tally.result()
+        return self._counted.result()
 
     def merge(self, other: DistinctSample) -> None:
         """Add another sample."""
@@ -440,7 +442,7 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "tail", "modelled",
                                 "exact counts, or sketches made by counting",
                                 "merge the statistics from which this table's were made")
-    heavy.tally.error, sample.level = kept.heavy_error, kept.sample_level
+    heavy.counted.error, sample.level = kept.heavy_error, kept.sample_level
     heavy.add(kept.heavy_ids, kept.heavy_counts)
     sample.add(kept.sample_ids, kept.sample_counts)
     return heavy, sample

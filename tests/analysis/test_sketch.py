@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from oper import analysis
 from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
-from oper.analysis.sketch import Tally, sketched_stats
+from oper.analysis.sketch import CountTable, sketched_stats
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats, TableStats
 from oper.support import native
@@ -45,6 +45,15 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
     assert error <= true.total() / entries
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int32, np.uint64])
+def test_summaries_count_ids_of_any_integer_type(kind: type) -> None:
+    ids = np.array([3, 0, 3, 7, 100, 3], kind)[::-1]
+    for summary in (analysis.HeavyHitters(), analysis.DistinctSample()):
+        summary.add(ids)
+        summary.add(ids[:2], np.array([5, 6], kind))
+        assert counts_by(*summary.result()) == {0: 1, 3: 8, 7: 1, 100: 7}
+
+
 @pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
 def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,51 +82,51 @@ def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
 @given(parts=st.lists(st.lists(st.integers(0, 300) | st.integers(0, 2**63 - 1), max_size=300),
                       max_size=6), repeat=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_a_tally_counts_all_accepted_ids(parts: list[list[int]], repeat: int) -> None:
-    tally, found = Tally(1 << 20), Counter()
+def test_a_table_counts_everything_that_it_takes(parts: list[list[int]], repeat: int) -> None:
+    table, found = CountTable(1 << 20), Counter()
     for part in parts:
         ids = np.unique(np.array(part, np.int64))
-        assert tally.add(ids, np.full(ids.size, repeat)) == ids.size
-        assert tally.add(np.repeat(ids, 2)) == 2 * ids.size
+        assert table.add(ids, np.full(ids.size, repeat)) == ids.size
+        assert table.add(np.repeat(ids, 2)) == 2 * ids.size
         found.update(dict.fromkeys(ids.tolist(), repeat + 2))
-    ids, counts = tally.result()
+    ids, counts = table.result()
     assert ids.tolist() == sorted(found)
     assert counts.tolist() == [found[i] for i in ids.tolist()]
-    some = tally.sample(1)
+    some = table.sample(1)
     assert some[0].tolist() == ids[native.sampled(ids, 1)].tolist()
     keep = len(found) // 3 + 1
-    tally.purge(keep)
-    left = counts_by(*tally.result())
-    assert len(left) == tally.num_ids <= keep
-    assert tally.error <= sum(found.values()) / keep
-    assert all(n - tally.error <= left.get(i, 0) <= n for i, n in found.items())
-    tally.add(np.array(sorted(left), np.int64))  # ids that are left are still found
-    assert counts_by(*tally.result()) == {i: n + 1 for i, n in left.items()}
+    table.purge(keep)
+    left = counts_by(*table.result())
+    assert len(left) == table.num_ids <= keep
+    assert table.error <= sum(found.values()) / keep
+    assert all(n - table.error <= left.get(i, 0) <= n for i, n in found.items())
+    table.add(np.array(sorted(left), np.int64))  # ids that are left are still found
+    assert counts_by(*table.result()) == {i: n + 1 for i, n in left.items()}
 
 
-def test_a_tally_counts_beyond_32_bits() -> None:
-    tally = Tally(1 << 20)
+def test_a_table_counts_beyond_32_bits() -> None:
+    table = CountTable(1 << 20)
     ids, many = np.array([3, 2**32 - 1]), np.array([2**32 - 5, 7])
     for k in range(3):  # counts become 64-bit before one could overflow
-        assert tally.add(ids, many) == 2
-        assert tally.result()[1].tolist() == ((k + 1) * many).tolist()
-    full = Tally(1 << 16)
+        assert table.add(ids, many) == 2
+        assert table.result()[1].tolist() == ((k + 1) * many).tolist()
+    full = CountTable(1 << 16)
     assert full.add(np.arange(10_000)) == 6144  # full at three quarters of 8192 slots
     assert full.add(np.array([1 << 40])) == 0
     full.purge(3072)
     assert full.add(np.array([1 << 40])) == 0 or full.num_ids <= 3072
     full.purge(100)
     assert full.add(np.array([1 << 40])) == 1 and (1 << 40) in full.result()[0]
-    tally.purge(1)
-    assert (tally.result()[0].tolist(), tally.error) == ([3], 21)
+    table.purge(1)
+    assert (table.result()[0].tolist(), table.error) == ([3], 21)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 16, 1 << 18])
-def test_a_tally_stays_within_its_memory_and_returns_the_rest(max_bytes: int) -> None:
-    tally, ids = Tally(max_bytes), np.arange(100_000) * 12_345_677
-    taken = tally.add(ids)
+def test_a_table_stays_within_its_memory_and_reports_what_did_not_fit(max_bytes: int) -> None:
+    table, ids = CountTable(max_bytes), np.arange(100_000) * 12_345_677
+    taken = table.add(ids)
     assert 0.74 * max_bytes - 1024 <= taken * 16 <= max_bytes
-    assert tally.result()[0].tolist() == ids[:taken].tolist()
+    assert table.result()[0].tolist() == ids[:taken].tolist()
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 1 << 16])
