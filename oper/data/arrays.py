@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from oper.errors import FileFormatError
+
 
 def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
     """Append columns, arrays [n], to a file as an Arrow stream; returns the position of its first
@@ -28,10 +30,26 @@ def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
 
 
 def read_batch(path: Path, at: int = 0) -> pa.RecordBatch:
-    """Map the columns that `append_batch` has written at a position of a file into memory."""
-    with pa.memory_map(str(path)) as file:
-        file.seek(at)
-        return pa.ipc.open_stream(file).read_next_batch()
+    """Map the columns that `append_batch` has written at a position of a file into memory.
+
+    Raises FileFormatError if the file is damaged: work files need not survive a crash of the
+    machine.
+    """
+    try:
+        with pa.memory_map(str(path)) as file:
+            file.seek(at)
+            return pa.ipc.open_stream(file).read_next_batch()
+    except (pa.ArrowException, StopIteration, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise damaged_work(path, error) from None
+
+
+def damaged_work(path: Path, error: Exception) -> FileFormatError:
+    """Make the error for a damaged file of a job's work in progress."""
+    return FileFormatError("cannot continue an interrupted run", "file", str(path),
+                           f"a complete file ({str(error) or 'it has no data'})",
+                           "run the command again; it starts from scratch")
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from oper.data.reading.detect import plan_units
 from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError
 from tests import forked
 from tests.data.loader_support import digest
 from tests.support import counts_by, wait_for
@@ -193,8 +194,44 @@ def test_a_resumed_run_reads_no_unit_twice(
     assert again == list(range(5, 5 + len(again))) and again
 
 
+def test_work_of_another_release_or_damaged_work_is_begun_anew(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocess(KAGGLE, [log], tmp_path / "whole", SMALL)
+    work = tmp_path / ".out.work"
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt() -> Path:
+        """Interrupt a run that has read all units; returns a file of its rows."""
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(preprocessing.Job, "_write", stop)
+            preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+        return min((work / "stage").glob("*.rows"))
+
+    rows = interrupt()
+    about = json.loads((work / "job.json").read_text())
+    (work / "job.json").write_text(json.dumps({**about, "version": None}))
+    rows.write_bytes(b"\x93NUMPY\x02\0")
+    preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+    # As after a crash of the machine: files are empty, zeroed or cut.
+    for damage in (lambda data: b"", lambda data: bytes(len(data)),
+                   lambda data: data[:len(data) // 2]):
+        shutil.rmtree(tmp_path / "out")
+        rows = interrupt()
+        rows.write_bytes(damage(rows.read_bytes()))
+        with pytest.raises(FileFormatError, match=r"\.rows.*it starts from scratch"):
+            preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+        assert not work.exists()
+        preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+        assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
 def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_page_cache(
-        tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from oper.data.reading import pagecache
 
     options = replace(SMALL, unit_bytes=80_000)

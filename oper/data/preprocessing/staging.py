@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from oper.data.arrays import append_batch, as_numpy, lists, read_batch
+from oper.data.arrays import append_batch, as_numpy, damaged_work, lists, read_batch
 from oper.data.reading.derived import Derived
 from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import PageDropper
@@ -99,9 +99,7 @@ class Stage:
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise FileFormatError("cannot continue an interrupted run", "file", str(path),
-                                  f"a complete file ({error})",
-                                  "run the command again; it starts from scratch") from None
+            raise damaged_work(path, error) from None
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -22,7 +23,9 @@ from oper.errors import InvalidInputError, OperError
 from oper.support.files import write_text
 from oper.support.locks import exclusive, lock_if_free
 
+_log = logging.getLogger(__name__)
 _ABOUT = "job.json"
+_VERSION = 2  # of the folder's files; increase it if work of earlier code cannot be continued
 
 
 def work_folder(target: Path) -> Path:
@@ -55,8 +58,11 @@ class WorkFolder:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         with self.exclusive():
             about = self._about()
-            if about.get("job") != self._job:
-                self._check_unused(about, force)
+            if not self._is_ours(about):
+                is_older = about.get("job") == self._job
+                self._check_unused(about, force or is_older)
+                if is_older:
+                    _log.info("%s is of another release: starting from scratch", self.path)
                 self._make(begin)
             used = self._use()
         try:
@@ -64,7 +70,7 @@ class WorkFolder:
         except OperError:
             with self.exclusive():
                 used.close()
-                if self._about().get("job") == self._job and not self._is_used():
+                if self._is_ours(self._about()) and not self._is_used():
                     self._remove()
             raise
         finally:
@@ -78,7 +84,7 @@ class WorkFolder:
             FileNotFoundError: no process has opened it, or the job is finished.
         """
         with self.exclusive():
-            if self._about().get("job") != self._job:
+            if not self._is_ours(self._about()):
                 raise FileNotFoundError(str(self.path))
             used = self._use()
         with used:
@@ -105,6 +111,10 @@ class WorkFolder:
             return {"job": "damaged"}
         return found
 
+    def _is_ours(self, about: dict[str, Any]) -> bool:
+        """Whether this job can use the folder's files."""
+        return about.get("job") == self._job and about.get("version") == _VERSION
+
     def _use(self) -> BinaryIO:
         """Mark the folder as in use until the returned file is closed."""
         file = (self.path / _ABOUT).open("r+b")
@@ -123,7 +133,7 @@ class WorkFolder:
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
                 f"wait until {who} exits, or choose another folder: that process has other inputs "
-                f"or settings and uses {str(self.path)!r}")
+                f"or settings, or is of another release, and uses {str(self.path)!r}")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",
@@ -138,7 +148,8 @@ class WorkFolder:
             self._remove()
             raise
         write_text(self.path / _ABOUT, json.dumps({
-            "job": self._job, "host": socket.gethostname(), "process": os.getpid()}))
+            "job": self._job, "version": _VERSION, "host": socket.gethostname(),
+            "process": os.getpid()}))
 
     def _remove(self) -> None:
         """Remove the folder, renamed first so that other processes no longer find it."""
