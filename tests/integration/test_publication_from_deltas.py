@@ -15,6 +15,7 @@ import torch
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError
+from oper.integration.checkpoint import weights
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.follow import Change, Follower
@@ -236,6 +237,19 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
         served.apply(change.rows, change.dense)
     assert bits(served) == before and served.epoch == 1
     assert not list(follower.changes())  # said once
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_changes_nothing(
+    run: Path, publish: Callable[..., oper.Publication], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a training run that saves the next ones while a server reads this one."""
+    served = publish(run)
+    before, opened = bits(served), weights._common_prefix
+    monkeypatch.setattr(weights, "_common_prefix", lambda *given: (
+        shutil.rmtree(run), opened(*given))[1])
+    with pytest.raises(FileFormatError, match="newest checkpoint, which may have replaced it"):
+        served.publish(run)
+    assert bits(served) == before and served.epoch == 1
 
 
 def test_deltas_that_do_not_fit_change_nothing(runs: Path, publish: Callable[..., oper.Publication]

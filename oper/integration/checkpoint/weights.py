@@ -118,10 +118,14 @@ class Weights:
         return _path_of(number)
 
     def value(self, key: str) -> Any:
-        """Return a weight: a tensor, `TableRows`, or another value of the ``state_dict``."""
+        """Return a weight: a tensor, `TableRows`, or another value of the ``state_dict``.
+
+        Raises FileFormatError if a training run has removed the checkpoint since it was opened.
+        """
         value = self._values[self._prefix + key]
         if self._folder is None:
             return getattr(value, "elem", value)  # TorchRec's packed 4-bit tensors
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if not hasattr(value, "size"):
@@ -129,7 +133,13 @@ class Weights:
                                     "a tensor", "save the model's state_dict")
         out = torch.empty(value.size, dtype=value.properties.dtype)
         name = self._prefix + key
-        load({name: out}, storage_reader=CheckpointReader(self._folder), no_dist=True)
+        try:
+            load({name: out}, storage_reader=CheckpointReader(self._folder), no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            raise FileFormatError(f"cannot read {name!r}", "files of the checkpoint",
+                                  "missing or damaged", "as when it was opened",
+                                  "read the newest checkpoint, which may have replaced it"
+                                  ) from error
         return out
 
     def tensor(self, key: str) -> torch.Tensor:
