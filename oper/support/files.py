@@ -62,7 +62,7 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
         uncached: remove the file from the page cache, for large files that are not read soon.
 
     Raises:
-        InvalidInputError: `path` is a URL.
+        InvalidInputError: `path` is a URL, or has a zero byte.
         OSError: the file cannot be written; names `path` if the disk is full.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -166,8 +166,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def check_local(path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInputError for a URL, which would otherwise create folders such as ``s3:``."""
+    """Raise InvalidInputError for a URL, which would otherwise create folders such as ``s3:``, and
+    for a name with a zero byte, which the system's functions refuse with a ValueError."""
     name = os.fspath(path)
+    if "\0" in os.fsdecode(name):
+        raise InvalidInputError("cannot use a path", "path", name, "a name without a zero byte",
+                                "correct the name")
     if is_url(path):
         raise InvalidInputError(
             "cannot use a URL", "path", name, "a path in a local or mounted file system",

@@ -79,6 +79,12 @@ def test_two_savers_of_a_model_lose_no_rows(tmp_path: Path) -> None:
         "a", "b", "b.deltas", "elsewhere", "elsewhere.deltas"}
     with pytest.raises(InvalidInputError, match="cannot use a URL"):
         oper.save_checkpoint("s3://bucket/c", model)
+    with pytest.raises(InvalidInputError, match="a name without a zero byte"):
+        oper.save_checkpoint(str(tmp_path / "c\0"), model)
+    for save in (oper.save_checkpoint, lambda path, *of: DeltaCheckpoints(path, *of).save(0)):
+        with pytest.raises(InvalidInputError, match="optimizer='list'"):
+            save(tmp_path / "c", model, [fused(model)])
+    assert not list(tmp_path.glob("c*"))
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "1", None])

@@ -34,7 +34,7 @@ from oper.data.reading.probing import check_first_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.finished import FinishedVocabulary, check_columns
 from oper.errors import InvalidInputError, OperError
-from oper.support.files import disk_full_error
+from oper.support.files import check_local, disk_full_error
 from oper.support.locks import exclusive, shared_temporary
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ def preprocess(
     """
     options = options or PreprocessOptions()
     if not store.is_url(output):
+        check_local(output)
         target = Path(os.path.realpath(output))  # a symbolic link is kept and its target written
         with store.spooled(inputs, target) as names:
             return _run(_job(recipe, names, str(target), target, options))

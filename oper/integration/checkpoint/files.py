@@ -53,7 +53,7 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
     """Return the path of a checkpoint's folder without symbolic links; raises InvalidInputError for
-    a URL.
+    a URL or a name with a zero byte.
 
     Saving renames the folder, which would replace a link to it. The previous checkpoint and the
     deltas are in folders next to it, so every path to it must lead to the same ones.

@@ -23,6 +23,7 @@ from oper.errors import (
     OperError,
     PeerLostError,
     fail,
+    require,
 )
 from oper.integration.checkpoint.delta_files import (
     UPDATES,
@@ -261,7 +262,11 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the state to save in a checkpoint, without ``extra``."""
+    """Return the state to save in a checkpoint, without ``extra``; raises InvalidInputError if
+    `optimizer` has no state."""
+    require("cannot make a checkpoint's state", "pass several optimizers as one CombinedOptimizer",
+            ("optimizer", type(optimizer).__name__, optimizer is None or hasattr(
+                optimizer, "state_dict"), "an object with state_dict(), or None"))
     inner = _inner(model)
     state: dict[str, Any] = {"model": inner.state_dict()}
     if optimizer is not None:
