@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError
+from oper.errors import InvalidInputError, OperError, require
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Predictor, Request, join
 
+_MAX_EXPANDED = 1 << 24  # ids of a batch whose shared bags are copied to every sample
 _SMOOTHING = 0.1  # weight of a new measurement in the moving average of the time per sample
 
 
@@ -130,12 +131,25 @@ class Batcher:
             until = min(until, pending.deadline)
         return batch
 
+    def _joined(self, requests: list[Request]) -> Request:
+        """Join requests.
+
+        Raises InvalidInputError if shared bags would have to be copied to very many samples: the
+        copies for a small request could take all memory.
+        """
+        shares = bool(getattr(self._predictor, "shares_bags", False))
+        kinds = {r.shared for r in requests}
+        if kinds != {()} and not (shares and len(kinds) == 1):
+            total = sum(r.num_expanded for r in requests)
+            require("cannot score the request", "send fewer samples or ids of user_features",
+                    ("ids of all samples", total, total <= _MAX_EXPANDED, f"<= {_MAX_EXPANDED}"))
+        joined = join(requests)
+        return joined if shares else joined.expanded()
+
     def _score(self, live: list[PendingRequest]) -> None:
         begin = time.monotonic()
-        joined = join([p.request for p in live])
-        if not getattr(self._predictor, "shares_bags", False):
-            joined = joined.expanded()
         try:
+            joined = self._joined([p.request for p in live])
             scores, epoch = self._predictor.predict(joined)
             if len(scores) != joined.num_samples:
                 raise OperError("predict() is incorrect", "number of scores", len(scores),

@@ -93,6 +93,15 @@ class Request:
         """Return `first`, or zeros if it is None; int64 [B]."""
         return np.zeros(self.num_samples, np.int64) if self.first is None else self.first
 
+    @property
+    def num_expanded(self) -> int:
+        """Number of ids in `expanded`."""
+        if not self.shared:
+            return self.ids.size
+        of_users = self.lengths[list(self.shared)]
+        return self.ids.size + int(of_users[:, self.firsts()].sum(dtype=np.int64)) - int(
+            of_users.sum(dtype=np.int64))
+
     def expanded(self) -> Request:
         """Return the same samples, each with its own copy of shared bags."""
         if not self.shared:

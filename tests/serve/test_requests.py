@@ -328,6 +328,30 @@ def test_only_the_failing_request_gets_an_error(parts: tuple[Noting, Batcher]) -
         assert np.array_equal(pending[k].result[0], expected(requests[k]))
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_copies_for_a_small_request_cannot_take_all_memory(shares: bool) -> None:
+    """A request of 0.5 MB would become one of 2 GB."""
+    lengths = np.zeros((3, 5000), np.int32)
+    lengths[0, 0] = 50_000
+    wide = Request(np.zeros((5000, 2), np.float32), lengths, np.zeros(50_000, np.int64), (0,))
+    few = Request(wide.dense[:4], lengths[:, :4], wide.ids, (0,), np.array([0, 0, 2, 2]))
+    assert wide.num_expanded == 250_000_000
+    assert few.num_expanded == few.expanded().ids.size == few.expanded().num_expanded == 100_000
+    model = Noting()
+    if shares:
+        model.shares_bags = True  # type: ignore[attr-defined]
+    batcher = Batcher(model, BatchOptions(max_samples=6000))
+    plain = many(2)
+    pending = submit(batcher, [plain[0], wide, plain[1]])
+    finish(batcher)
+    for one, request in zip(pending[::2], plain, strict=True):
+        assert one.result is not None and np.array_equal(one.result[0], expected(request))
+    if shares:  # its bags need not be copied if it is scored alone
+        assert pending[1].result is not None and model.sizes == [3, 5000, 3]
+    else:
+        assert "ids of all samples=250000000" in str(pending[1].error) and model.sizes == [3, 3]
+
+
 def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
     batcher = Batcher(Noting(), BatchOptions(max_samples=6, max_wait_ms=20_000))
     submit(batcher, many(1))
