@@ -7,14 +7,12 @@ import contextlib
 import http.client
 import json
 import numbers
-import os
 import random
 import select
 import socket
 import threading
 import time
 import urllib.parse
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,6 +22,7 @@ import numpy as np
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail, require
 from oper.serve import wire
 from oper.serve.requests import Request
+from oper.support.processes import in_child
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 _MAX_IDLE = 64  # idle connections in the pool
@@ -129,7 +128,7 @@ class Client:
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []  # the most recently used last
         self._busy: list[_Connection] = []
-        _CLIENTS.add(self)
+        in_child(self, Client._reconnect)
 
     def score(self, dense: np.ndarray, features: Mapping[str, Any],
               user: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -146,17 +145,26 @@ class Client:
             Scores, float32 [B].
 
         Raises:
-            InvalidInputError: ids or lengths are not integers, or have another shape.
+            InvalidInputError: `dense` is not numbers, or ids or lengths are not integers or have
+                another shape.
             ServerError: the server refuses the request, e.g. for an unknown feature (status 400).
             DeadlineError: there is no answer within `timeout_s`.
         """
-        dense = np.ascontiguousarray(dense, np.float32)
+        try:
+            dense = np.ascontiguousarray(dense, np.float32)
+        except (ValueError, TypeError) as error:
+            raise InvalidInputError("cannot score", "dense", str(error), "numbers, [B, num_dense]",
+                                    "pass an array of numbers") from None
         given = [*features.items(), *(user or {}).items()]
         names = [name for name, _ in given]
+        require("cannot score", "pass names of the model's features",
+                ("features", names, all(isinstance(n, str) for n in names), "names of type str"))
         ids, lengths = [np.zeros(0, np.int64)], np.zeros((len(names), dense.shape[0]), np.int32)
         for k, (name, value) in enumerate(given):
             size = dense.shape[0] if k < len(features) else 1
             pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
+            require("cannot score", "pass an array of ids, or ids and lengths",
+                    (f"values of {name!r}", len(pair), len(pair) == 2, "2, ids and lengths"))
             ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
             counts = _whole(f"lengths of {name!r}", pair[1], np.int32)
             if counts.shape != (size,):
@@ -291,6 +299,14 @@ class Client:
                 connection.close()
         return answer, data
 
+    def _reconnect(self) -> None:
+        """Close a forked child's copies of connections: on these, the child and its parent would
+        read each other's answers."""
+        self._lock = threading.Lock()  # another thread may have held it
+        for connection in [*self._idle, *self._busy]:
+            connection.close()
+        self._idle, self._busy = [], []
+
     def _take(self) -> _Connection:
         """Return an idle connection of the worker with the fewest unanswered requests, or a new
         one; among equals, the most recently used, whose worker has warm caches."""
@@ -308,22 +324,6 @@ class Client:
         return found
 
 
-_CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _reconnect_in_child() -> None:
-    """Close a forked child's copies of connections: on these, the child and its parent would read
-    each other's answers."""
-    for client in list(_CLIENTS):
-        client._lock = threading.Lock()  # another thread may have held it
-        for connection in [*client._idle, *client._busy]:
-            connection.close()
-        client._idle, client._busy = [], []
-
-
-os.register_at_fork(after_in_child=_reconnect_in_child)
-
-
 def _place(address: str) -> tuple[str, int]:
     """Split ``host:port``; raises InvalidInputError."""
     host, _, port = address.rpartition(":")
@@ -334,12 +334,17 @@ def _place(address: str) -> tuple[str, int]:
 
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
-    """Convert integers to `dtype`; raises InvalidInputError for floats (NumPy truncates them)."""
+    """Convert integers to `dtype`; raises InvalidInputError for floats, which NumPy truncates, and
+    for numbers that 32 bits cannot hold. Unsigned 64-bit keys keep their bits."""
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidInputError("cannot score", name, found.dtype.name, "integers",
                                 "pass integers, e.g. ids.astype(numpy.int64)")
-    return found.astype(dtype)
+    whole = found.astype(dtype)
+    if dtype is np.int32 and not np.array_equal(whole, found):
+        raise InvalidInputError("cannot score", name, int(found[whole != found][0]),
+                                "32-bit integers", "correct it")
+    return whole
 
 
 def _message(data: bytes) -> str:

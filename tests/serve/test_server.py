@@ -372,6 +372,15 @@ def test_the_client_refuses_other_servers_and_invalid_ids(server: Server, client
         client.score(np.zeros((1, 2)), {"a": np.array([1.5])})
     with pytest.raises(InvalidInputError, match="lengths of 'b'"):
         client.score(np.zeros((1, 2)), {"b": (np.array([1]), np.array([1.0]))})
+    wrong: dict[str, tuple[Any, dict[Any, Any]]] = {
+        "32-bit integers": (np.zeros((1, 2)), {"b": ([1], [2**40 + 1])}),
+        "2, ids and lengths": (np.zeros((1, 2)), {"b": ([1], [1], [1])}),
+        "names of type str": (np.zeros((1, 2)), {b"b": [1]}),
+        "dense=.*expected numbers": ([["a", "b"]], {}),
+        "dense=.*inhomogeneous.*expected numbers": ([[1, 2], [1]], {})}
+    for text, arguments in wrong.items():
+        with pytest.raises(InvalidInputError, match=text):
+            client.score(*arguments)
     assert client.score(np.zeros((1, 2)), {"a": ([], [0])}).tolist() == [0]
     handler = type("Other", (http.server.BaseHTTPRequestHandler,), {
         "do_GET": lambda self: (self.send_response(200), self.end_headers(),
