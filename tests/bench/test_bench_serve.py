@@ -1,10 +1,13 @@
 """The serving benchmark: its rate search, its client, and shortened cases."""
 
+import array
+import contextlib
 import http.server
 import json
 import mmap
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,6 +203,52 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+class _Answering:
+    """Stands in for a worker process: a thread that answers each query by a message, or exits at
+    the first query."""
+
+    pid = 0
+
+    def __init__(self, number: int, exits: bool) -> None:
+        self._socket, self._exits = socket.socket(fileno=os.dup(number)), exits
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        with self._socket as queries:
+            while (data := queries.recv(1 << 16)) and not self._exits:
+                for number in array.array("Q", data)[::2]:
+                    queries.send(array.array("Q", [number]))
+
+    def wait(self) -> None:
+        pass
+
+    close = wait
+
+
+def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[_Answering] = []
+
+    def start(_: Pool, function: object, arguments: Any, options: object) -> _Answering:
+        started.append(_Answering(arguments[0], exits=not started))
+        return started[-1]
+
+    monkeypatch.setattr(Pool, "_start", start)
+    failed: list[OperError] = []
+
+    def run() -> None:
+        pool = Pool("torch", SMALL, BatchOptions(), 2)
+        with contextlib.closing(pool), pytest.raises(OperError, match="a worker has") as error:
+            pool.run(2, loadgen.Settings("Offline", 100_000, 1.0, num_samples=8))
+        failed.append(error.value)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(60)
+    assert failed
 
 
 def test_publications_under_load() -> None:

@@ -149,8 +149,9 @@ class Pool:
                         continue
                     worker = min(used, key=lambda w: len(w.outstanding))
                     worker.outstanding.update(numbers)
-                    with contextlib.suppress(ConnectionError):  # `_receive` answers these
-                        worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+                # Without the lock, since this waits for the worker, which waits for `_receive`.
+                with contextlib.suppress(ConnectionError):  # `_receive` answers these
+                    worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
 
         try:
             result = loadgen.run(settings, issue)
