@@ -11,6 +11,7 @@ layers use oneDNN's kernels where these are faster.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,7 @@ class _Perceptrons:
             x, *(a[done:] for a in self._arguments))
 
 
+@functools.cache
 def _fewest_products() -> float:
     """Return the number of multiplications in a layer from which oneDNN is faster than MKL, which
     torch uses otherwise; infinite if it never is.
