@@ -20,6 +20,7 @@ from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.shmem.publication.reader import Reader
+from oper.support.files import read_arrays, write_arrays
 from tests.checkpoint_support import Model, fused, run_ranks, sharded, train
 
 pytest.importorskip("torchrec")
@@ -237,6 +238,30 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
         served.apply(change.rows, change.dense)
     assert bits(served) == before and served.epoch == 1
     assert not list(follower.changes())  # said once
+
+
+@pytest.mark.parametrize("harm", [
+    lambda arrays, meta: arrays.update(state=np.arange(99, dtype=np.uint8)),
+    lambda arrays, meta: arrays.update(state=arrays["state"][:0]),
+    lambda arrays, meta: arrays.update({"0.ids": np.array(3)}),
+    lambda arrays, meta: arrays.update({"0.ids": np.tile(arrays["0.ids"], 2)}),
+    lambda arrays, meta: meta.update(time_us="x"),
+    lambda arrays, meta: meta["items"][0].__setitem__(3, [])])
+def test_intact_files_with_other_contents_are_refused(
+    harm: Callable[..., None], run: Path, publish: Callable[..., oper.Publication]
+) -> None:
+    served = publish(run)
+    before = bits(served)
+    for part in number(run, 0).glob("*.npz"):
+        arrays, meta = read_arrays(part, "oper-delta", 1)
+        if "state" in arrays and "0.ids" in arrays:
+            harm(arrays, meta)
+            write_arrays(part, "oper-delta", 1, arrays, meta)
+    follower = Follower(lambda: run)
+    with pytest.raises(FileFormatError, match="delta 000000"):
+        change = next(follower.changes())
+        served.apply(change.rows, change.dense)
+    assert bits(served) == before and not list(follower.changes())
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_changes_nothing(

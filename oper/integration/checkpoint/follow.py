@@ -8,6 +8,7 @@ the chain are ignored; the next full checkpoint begins a new chain.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ from oper.integration.checkpoint.files import place_of
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.counters.changes import EXPIRED
 from oper.support.files import ArrayFile
+
+# Raised for intact files with other contents, by NumPy, torch and its unpickler.
+_MALFORMED = (LookupError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,8 +173,8 @@ class Follower:
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
             file = open_part(path)
-            made = max(made, int(file.meta.get("time_us", 0)))
             try:
+                made = max(made, int(file.meta.get("time_us", 0)))
                 for k, (_, table, column, parts) in enumerate(file.meta["items"]):
                     if "rows" in parts:
                         places.setdefault(table, {}).setdefault(int(column), []).append((file, k))
@@ -181,7 +185,7 @@ class Follower:
                 for name in file.names:  # verifies checksums of arrays that are not used, too
                     if not name.endswith((".ids", ".rows", "state", *_OF_KEYS)):
                         file.read(name)
-            except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            except _MALFORMED as error:
                 raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
                                       "rows and a state",
                                       "wait for the next full checkpoint") from error
@@ -209,13 +213,13 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
         try:
             pieces = {column: [(file.read(f"{k}.ids").astype(np.int64), _floats(
                 file.read(f"{k}.rows"))) for file, k in found] for column, found in places.items()}
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            return _joined(self._what, table, pieces)
+        except _MALFORMED as error:
             damaged = FileFormatError(self._what, f"rows of table {table!r}",
                                       f"{type(error).__name__}: {error}", "ids and rows",
                                       "wait for the next full checkpoint")
             self._refuse(str(damaged))
             raise damaged from error
-        return _joined(self._what, table, pieces)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -259,6 +263,8 @@ def _floats(rows: np.ndarray) -> torch.Tensor:
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the model's dense weights from a state packed by `delta_files.pack_state`."""
     found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+    if any(isinstance(x, torch.Tensor) and x.layout != torch.strided for x in found["values"]):
+        raise ValueError("weights are sparse")
     return {path[1]: value for path, value in zip(found["paths"], found["values"], strict=True)
             if len(path) == 2 and path[0] == "model" and isinstance(value, torch.Tensor)}
 
