@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from oper.data.reading import columns
 from oper.data.reading.columns import is_valid
 from oper.data.reading.lines import (
     Block,
@@ -23,7 +25,7 @@ from oper.data.reading.lines import (
 )
 from oper.data.reading.rows import Rows
 from oper.data.reading.text import parse_block, text_layout
-from oper.data.recipe import Layout, Recipe, load_recipe, recipe_from_dict
+from oper.data.recipe import Column, Layout, Recipe, load_recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -315,3 +317,17 @@ def test_no_text_crashes_or_is_misread(data: Any, parse: str, quoted: bool) -> N
         # Every value that is read satisfies `is_valid`; pyarrow may refuse a few more.
         assert (ok and ("\r" not in lines[k][0] or quoted)) or k not in kept, rows[k]
         assert k in kept or not ok or "\r" in lines[k][0] or parse in ("iso", "iso_zone"), rows[k]
+
+
+@pytest.mark.parametrize(("unit", "second"), [("s", 1), ("ms", 10**3), ("us", 10**6),
+                                              ("ns", 10**9)])
+def test_times_of_any_unit_are_rounded_down_to_seconds(unit: str, second: int) -> None:
+    array = pa.array([0, second - 1, second, -1], pa.timestamp(unit, "UTC"))
+    assert columns.times(Column("t", "time", "unix"), array).tolist() == [0, 0, 1, -1]
+
+
+def test_values_of_fixed_size_are_ids_like_others() -> None:
+    for size in (2, 8):
+        texts = [b"a" * size, None, b"Z" * size]
+        found = columns.ids(Column("c", "sparse", "string"), pa.array(texts, pa.binary(size)))
+        assert found.to_pylist() == texts

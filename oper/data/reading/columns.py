@@ -45,6 +45,7 @@ _FIELD = {
     "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"[0-9]{8}"),
 }
 TOP_SECONDS = 1 << 36  # the year 4147
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _TOP_WHOLE = 2.0**53
 MAX_TEXT_BYTES = 1024  # of an id
 _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
@@ -192,7 +193,10 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     """Check values and convert them to integers or binary; raises MalformedError."""
     kind = array.type
     if pa.types.is_fixed_size_binary(kind):
-        return _hexadecimal(column, array)
+        if column.parse == "hex32":
+            return _hexadecimal(column, array)
+        whole = array.fill_null(b"0" * kind.byte_width).cast(pa.binary())
+        return _whole(column, _null_where(array.is_null(), whole))
     if pa.types.is_dictionary(kind):
         return _whole(column, array.dictionary_decode())
     if pa.types.is_boolean(kind):
@@ -249,17 +253,16 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
-    if pa.types.is_timestamp(array.type):  # from a Parquet file: any unit and zone
-        array = array.cast(pa.timestamp("us", array.type.tz))
-    elif pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
+    if pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
         array = array.cast(pa.float64(), safe=False)
-    else:
+    elif not pa.types.is_timestamp(array.type):  # from a Parquet file, of any unit and zone
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
     if column.parse == "yymmddhh":
         seconds = hours(column, array.to_numpy(zero_copy_only=False))
     elif pa.types.is_timestamp(array.type):
-        seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // 1_000_000
+        seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // _PER_SECOND[
+            array.type.unit]
     else:
         values = _numbers(column, array)
         seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))
