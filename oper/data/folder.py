@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +193,9 @@ class Folder:
         """
         what = f"cannot read {str(self.path)!r}"
         require(what, "choose one of them", ("split", split, split in SPLITS, f"one of {SPLITS}"))
-        found = sorted((self.path / split).glob("part-*.parquet"))
+        # By numbers: file 1000 of a unit comes after file 999.
+        found = sorted((self.path / split).glob("part-*.parquet"),
+                       key=lambda p: [int(x) for x in re.findall("[0-9]+", p.name)])
         if not found and self.rows[split]:
             raise FileFormatError(what, "split", split,
                                   f"Parquet parts with {self.rows[split]} rows", "preprocess again")

@@ -17,7 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.data.loader_support import parquet_bytes
+from tests.data.loader_support import encoded, parquet_bytes
 from tests.support import counts_by, run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -381,3 +381,12 @@ def test_the_real_log_with_the_recipe_as_it_is(real_log: Path, tmp_path: Path) -
     rows = [line.split("\t") for line in real_log.read_text().split("\n")[:-1]]
     check_folder(tmp_path / "out", rows, 2, 10_000 // 7)
     assert manifest["bad_rows"]["count"] == 0
+
+
+def test_more_than_a_thousand_files_stay_in_order(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u\n" + "".join(f"{k}\n" for k in range(1100)))
+    preprocess(generic_recipe("csv", Choice(["u:int"])), [str(tmp_path / "log.csv")],
+               tmp_path / "out", PreprocessOptions(
+                   min_count=1, valid="0", part_rows=1, row_group_rows=1))
+    assert len(list((tmp_path / "out" / "train").iterdir())) == 1100
+    assert encoded(tmp_path / "out", "u") == list(range(1, 1101))
