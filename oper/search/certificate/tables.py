@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.certificate.prices import FREE, PUSHES, STILL, Asked, Leaf
+from oper.search.certificate.prices import PUSHES, STILL, Asked, Leaf
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
@@ -78,6 +78,11 @@ class TableCosts:
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.share = self.width / self.dims[self.of]  # of a table's columns
+        #: Tables of equal dim that may or may not be cut, int64 [K], and their types of pieces,
+        #: int64 [K, widths].
+        self.alike = [(k, np.flatnonzero(np.isin(self.of, k)).reshape(k.size, -1)) for k in (
+            np.array([n for n in range(len(tables)) if (int(self.dims[n]), self.cut[n]) == x])
+            for x in dict.fromkeys(zip(self.dims.tolist(), self.cut, strict=True)))]
 
     def set_loads(self, each: np.ndarray, partial: np.ndarray, asks: np.ndarray) -> None:
         """Set the loads of pushed pieces on their owners, by class, phase and group.
@@ -172,8 +177,11 @@ class TableCosts:
             heavy = self._heavy(at, leaf, floor, mass)
             pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass, heavy,
                                       self._lines(at, leaf, floor, mass))
-        return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
-                         for k in range(len(self.tables))])
+        out = np.zeros(len(self.tables))
+        for tables, n in self.alike:
+            out[tables] = self._combined(tables, n, still[n] + asked.piece, pushed[n] + asked.piece,
+                                         leaf.pushes[tables]) - asked.piece
+        return out
 
     def _blocks(self, cost: np.ndarray) -> np.ndarray:
         """Cost of the blocks of every type of piece, by class of their owners, from prices
@@ -213,7 +221,7 @@ class TableCosts:
         """Return the bound of `_sums` for all owners of `share` together, each of which owns at
         most the share `most`."""
         full = _full(share, most)
-        return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
+        return np.asarray(full * self._sums(of, np.minimum(most, 1.0))
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
 
     def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
@@ -432,28 +440,31 @@ class TableCosts:
 
     # -- combining pieces to a table --------------------------------------------------------------
 
-    def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
-               ) -> float:
-        """Least cost of table `k`, given lower bounds of the cost of a piece of each width, float64
-        [N]: `still` if the piece pushes nothing, `pushed` if it pushes rows."""
-        n = np.flatnonzero(self.of == k)
-        widths, dim = self.width[n], int(self.dims[k])
-        still, pushed = still[n] + piece, pushed[n] + piece
-        if pushes == STILL:
-            pushed = np.full(n.size, np.inf)
-        if self.cut[k] and dim % STEP:  # relaxed: a fractional number of pieces
-            return float((np.minimum(still, pushed) * (dim / widths)).min() - piece)
+    def _combined(self, tables: np.ndarray, n: np.ndarray, still: np.ndarray, pushed: np.ndarray,
+                  pushes: np.ndarray) -> np.ndarray:
+        """Least cost of the tables `tables`, of an entry of `alike`; float64 [K].
+
+        Args:
+            tables, n: int64 [K] and [K, widths], the entry.
+            still, pushed: float64 [K, widths], lower bounds of the cost of a piece of each width,
+                as a further piece, if it pushes nothing, or pushes rows.
+            pushes: uint8 [K], `FREE`, `STILL` or `PUSHES` of `prices`.
+        """
+        widths, dim, cut = self.width[n[0]], int(self.dims[tables[0]]), self.cut[tables[0]]
+        if cut and dim % STEP:  # relaxed: a fractional number of pieces
+            return np.asarray((np.minimum(still, pushed) * (dim / widths)).min(axis=1))
         # Shortest path; states: whether some rows are pushed so far, and columns covered.
-        steps = dim // STEP if self.cut[k] else 1
-        count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
-        cost, pieces = np.full((2, steps + 1), np.inf), np.stack([still, pushed])
+        steps = dim // STEP if cut else 1
+        count = widths // STEP if cut else np.ones(1, np.int64)
+        cost, pieces = np.full((2, steps + 1, tables.size), np.inf), np.stack([still.T, pushed.T])
         cost[0, 0] = 0.0
         for to in range(1, steps + 1):
             m = count <= to
-            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [2, 2]
-            cost[:, to] = found[0, 0], min(found[0, 1], found[1, 0], found[1, 1])
-        known = {FREE: cost[:, -1].min(), STILL: cost[0, -1], PUSHES: cost[1, -1]}
-        return float(known[pushes] - piece)
+            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=2)  # [2, 2, K]
+            cost[:, to] = found[0, 0], np.minimum(found[0, 1], found[1].min(axis=0))
+        least = cost[:, -1]
+        return np.where(pushes == PUSHES, least[1], np.where(
+            pushes == STILL, least[0], least.min(axis=0)))
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
