@@ -408,9 +408,8 @@ class Pricing {
   }
 
   // The cheapest way to make up a table's columns from pieces, each with the width of some type and its
-  // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower
-  // ones, with their own id stream. Shortest path over columns, in two lanes: nothing pushed so
-  // far, or something.
+  // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower ones, with
+  // an id stream each. Shortest path over columns, in two lanes: nothing pushed so far, or something.
   double whole_widths(double Kind::* cost_of) {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     by_width_.assign(count + 1, {kInfinity, 0});  // cost and kind of the cheapest piece of each width

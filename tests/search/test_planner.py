@@ -119,9 +119,9 @@ def small_problem(seed: int | None = None):
 
 
 def test_a_start_plan_gets_the_rows_that_are_now_hottest(no_search):
-    """With the rows that were hottest before, the plan would be certified, but 14 % slower."""
+    """With the rows that were hottest before, the plan would be certified, but 19 % slower."""
     (one, _), (other, stats) = small_problem(1), small_problem(2)
-    plan = plan_problem(one, target_gap=0.15, seed=1)  # its step depends on the hottest rows
+    plan = plan_problem(one, target_gap=0.15, seed=4)  # its step depends on the hottest rows
     assert any(t.head_ids.size for t in plan.tables)
     outdated = verify_plan(plan, other)  # the counts are the same, of other rows
     assert not outdated.certified and "head of table" in outdated.why
