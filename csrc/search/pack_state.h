@@ -118,16 +118,14 @@ class PackState {
     squares_[table].clear();
     const int64_t other = T == whole_ ? table : table + whole_;
     const bool both = other != table && width_[table] > 0 && width_[other] > 0;
+    const bool are_one = both && candidate_[table] == candidate_[other];
     family_ = of_table_[table];
-    if (both && candidate_[table] == candidate_[other]) {  // the parts are one
-      family_.insert(family_.end(), of_table_[other].begin(), of_table_[other].end());
-      return settle_pieces(table);
-    }
+    if (are_one) family_.insert(family_.end(), of_table_[other].begin(), of_table_[other].end());
     settle_pieces(table);
     if (other == table) return;
     family_ = of_table_[other];
-    settle_pieces(other);
-    settle_parts(table, both ? messages_between(table, other) : 0.0);
+    if (!are_one) settle_pieces(other);
+    settle_parts(table, both && !are_one ? messages_between(table, other) : 0.0);
   }
   void settle_pieces(int64_t k) {  // those in `family_`
     if (family_.size() < 2 || !sends_squares(k)) return;
