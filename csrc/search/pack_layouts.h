@@ -36,6 +36,10 @@ class Layouts {
     for (int64_t r = 0; r < p.num_ranks; ++r)
       for (int64_t g = 0; g < p.num_loads; ++g)
         base_[p.class_of[r] * p.num_loads + g] += p.base[r * p.num_loads + g] / size_[p.class_of[r]];
+    for (const int64_t r : first_rank_) {
+      const auto alike = [&](const int64_t* of) { return double(std::count(of, of + p.num_ranks, of[r])); };
+      on_host_.push_back(alike(p.host_of)), in_domain_.push_back(alike(p.domain_of));
+    }
     of_table_.assign(size_t(p.num_tables), Loads(n));
     changed_ = trial_ = total_ = Loads(n);
     total_.mean = total_.reader = base_;
@@ -200,8 +204,8 @@ class Layouts {
                   end = p_.mate_first[first_rank_[c] + 1];
     // Sums of squares between column pieces, if as many owners as possible are on one host.
     const double squares = pieces * (pieces - 1) * p_.squares[n], spots = pieces * owners;
-    const double on_host = std::min(1.0, num_like(p_.host_of, c) / spots);
-    const double near = std::min(1.0, num_like(p_.domain_of, c) / spots);
+    const double on_host = std::min(1.0, on_host_[c] / spots);
+    const double near = std::min(1.0, in_domain_[c] / spots);
     for (int64_t g = 0; g < G; ++g) {
       double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
                    asks * pieces * p_.asked[n * G + g] +
@@ -216,16 +220,12 @@ class Layouts {
     }
   }
 
-  // Number of ranks with the same host or domain as the first rank of class `c`.
-  double num_like(const int64_t* of, int64_t c) const {
-    return double(std::count(of, of + p_.num_ranks, of[first_rank_[c]]));
-  }
-
   const OperPacking& p_;
   std::vector<Layout> layouts_;
   const std::vector<int64_t> most_owners_;
   Random& random_;
   std::vector<double> size_, base_;
+  std::vector<double> on_host_, in_domain_;  // ranks like the first one of each class
   std::vector<Largest> largest_;  // by class and load
   std::vector<int64_t> first_rank_;
   std::vector<Loads> of_table_;

@@ -158,7 +158,8 @@ class PackMoves : protected PackState {
   }
 
   // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks, if
-  // possible of one host if the owners send each other sums of squares. Returns false if there are more pieces than ranks that may own them.
+  // possible of one host if the owners send each other sums of squares. Returns false if there are more
+  // pieces than ranks that may own them.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;

@@ -343,7 +343,7 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
     whole = found.astype(dtype)
     if dtype is np.int32 and not np.array_equal(whole, found):
         raise InvalidInputError("cannot score", name, int(found[whole != found][0]),
-                                "32-bit integers", "correct it")
+                                "32-bit integers", "pass numbers that fit 32 bits")
     return whole
 
 

@@ -176,7 +176,7 @@ class CostModel:
             once, twice: tallies of the same rows in a piece, and in a piece twice as wide.
         """
         out = 2 * once - twice
-        if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
+        if self.exchanges_squares(t) and self.problem.may_split(t):
             out[..., Row.UPDATE_BYTES, :] += SQUARE_BYTES * out[..., Row.UPDATE_ROWS, :]
         return out
 
@@ -323,7 +323,7 @@ class CostModel:
         split = len(pieces) > 1 and self.exchanges_squares(t)
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
         units = total.units
-        if split:
+        if self.sends_squares(t) and len(pieces) > 1:
             sent = expected_squares(t, pieces, self.machine.world_size, ordered)
             squares = np.zeros((len(self.phases), len(TERMS), self.machine.world_size))
             transfer(squares[self.update_phase], sent, sent, self.machine, False)
@@ -334,6 +334,11 @@ class CostModel:
     def exchanges_squares(self, t: TableProblem) -> bool:
         """Whether owners of the columns of a row exchange the sums of their squared gradients."""
         return self.training and t.spec.optimizer in ROW_WISE
+
+    def sends_squares(self, t: TableProblem) -> bool:
+        """Whether they send them in messages; ranks of one memory domain read each other's."""
+        return self.exchanges_squares(t) and bool((self.machine.num_near
+                                                   < self.machine.world_size).any())
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:

@@ -15,7 +15,6 @@ import numpy as np
 
 from oper.messages import owners_pool
 from oper.plan import Piece, Plan
-from oper.rows.traffic import ROW_WISE
 from oper.search.cost.links import transfer
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally, key_rows
@@ -93,8 +92,7 @@ class RealizedLoad:
             pieces = self.placed[t.spec.name]
             for piece, placed in zip(entry.pieces, pieces, strict=True):
                 own += self._piece(t, piece, placed, batches, exchange)
-            split = self.problem.training and len(entry.pieces) > 1 and (
-                t.spec.optimizer in ROW_WISE)
+            split = len(pieces) > 1 and self.model.exchanges_squares(t)
             if split:
                 squares += sent_squares(pieces, np.unique(np.concatenate([b.ids for b in batches])))
             rows += self.model.whole_table(

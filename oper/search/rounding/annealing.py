@@ -306,7 +306,7 @@ class Annealing:
             "host_of": loads.model.machine.host[order],
             "domain_of": loads.model.machine.domain[order],
             "squares": (sent := SQUARE_MESSAGE_BYTES * np.array(
-                [loads.model.exchanges_squares(t) for t in tables]))[table]
+                [loads.model.sends_squares(t) for t in tables]))[table]
             * features[:, TOUCHED_ALL],
             "all_squares": sent * np.array([t.total[TOUCHED_ALL] for t in tables]),
             "square_link": loads.square_us(Term.LINK_IN, Term.LINK_OUT),
