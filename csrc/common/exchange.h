@@ -5,7 +5,9 @@
 // pair of ranks exchanges one message with the arrays of all tables, whose lengths are the counts.
 // Pulled rows are requested in phase kGather and sent as its reply. If there are pushed tiers, too,
 // the host back end requests rows and partial sums in kRequests and gets both in kPartials; devices
-// gather the rows before.
+// gather the rows before. In kSquares each owner of a row's column piece sends its sum of squares to
+// the owner of the row's `summing_piece`, whose reply is the total. Both know which rows an update
+// changes, so that the messages name none; the numbers are in the order of the sender's slots.
 #pragma once
 
 #include <cstddef>
@@ -79,7 +81,7 @@ enum Sent {
   kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
   kSentGradientWeights,
   kSentBagGradients,   // backward: gradients of the bags of those ids
-  kSentSquares,        // backward: sums of squares of the pieces of a row, and their slots
+  kSentSquares,        // backward: sums of squares of the pieces of a row, and their totals
   kSentRefreshedRows,  // backward: masters that have changed, and their slots
   kNumSent
 };
@@ -141,7 +143,6 @@ class Messages {
   enum Content {
     kNumbers,
     kReceiverSlots,  // slots of rows that the receiver owns, `bits` bits each
-    kSenderSlots,    // slots of rows that the sender owns
     kRuns,           // bags of ids: a bit for each id, set where another bag begins
     kWeights         // present only if the sender's batch has weights
   };
@@ -281,10 +282,9 @@ class Messages {
     for (int32_t r : remote) sent_bytes[kSentHeaders * W + r] += header_width_ * 4;
     return mine.code != 0 ? mine : check_headers();
   }
-  // Exclusive upper bound of received slots; 0 if `content` is not slots.
-  int64_t limit(const Part& part, Content content) const {
-    if (content != kReceiverSlots && content != kSenderSlots) return 0;
-    return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];
+  // Exclusive upper bound of the slots in a received array; 0 if it has none.
+  int64_t limit(const Part& part) const {
+    return part.shape.content == kReceiverSlots ? table(part.table).num_slots[setup_.rank] : 0;
   }
   const List& last() const { return list_; }
   // The arrays of the current phase or, if `is_reply`, of its reply. Valid until the next call.
@@ -376,7 +376,7 @@ class Messages {
                  {kSentBagGradients, 2, gradient, back}},
                 table.is_pushed ? 6 : 2};
       case CollectivePhase::kSquares:
-        return {{{kSentSquares, 0, 4, 32, kSenderSlots}, {kSentSquares, 0, 4}}, 2};
+        return {{{kSentSquares, 0, 4}}, 1};
       case CollectivePhase::kRefreshes:  // slots, preceded by their number
         return {{{kSentRefreshedRows, 0, 4, 32, kNumbers, 1}, {kSentRefreshedRows, 0, row}}, 2};
     }

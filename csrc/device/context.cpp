@@ -173,10 +173,7 @@ class Context::Builder {
       num_slots.push_back(d_.num_slots(t, r));
       const bool is_local = s_.local[r];
       touched.push_back(is_local ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr);
-      c_.remote_squares.push_back(
-          is_local || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
-      squares.push_back(is_local ? reinterpret_cast<float*>(d_.squares[t * W + r])
-                                 : c_.remote_squares.back());
+      squares.push_back(is_local ? reinterpret_cast<float*>(d_.squares[t * W + r]) : nullptr);
     }
     out.touched = memory_.copy(touched);
     if (!pieces.empty()) {
@@ -247,6 +244,8 @@ class Context::Builder {
       pads.push_back(reinterpret_cast<uint32_t*>(s_.pads[r]));
     }
     c_.view.outboxes = memory_.copy(outboxes);
+    if (std::ranges::count(s_.local, false) > 0)
+      c_.view.local = memory_.copy(std::vector<uint8_t>(s_.local.begin(), s_.local.end()));
     c_.view.outbox_bytes = d_.outbox_bytes;
     c_.pads_ = memory_.copy(pads);
     int32_t least_dim = tables_.empty() ? 1 : c_.max_dim;

@@ -81,10 +81,8 @@ struct Context {
   bool updates_at_once;   // a single rank without replicas or column pieces, see `reduce`
   bool has_push = false;  // a table has pushed tiers
   // Data of remote ranks (those of other memory domains) that kernels read once it has been
-  // received into device memory: headers of their outboxes, in rank order; [T, W] sums of squares
-  // of their rows of column pieces (for two rounds); and [T, W] RemoteMasters.
+  // received into device memory: headers of their outboxes, in rank order; and [T, W] RemoteMasters.
   char* mirrors;
-  std::vector<float*> remote_squares;
   RemoteMasters* remote_masters;
 
   ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }

@@ -70,7 +70,8 @@ struct Table {
   char* rows;  // this rank's shard
   float* momentum1;
   float* momentum2;
-  float* const* squares;  // [W] sums of squares by slot, for column pieces; else null
+  // [W] sums of squares by slot on the ranks of this domain, for column pieces; else null
+  float* const* squares;
   // [W] number of updated replicated slots, then the slots; else null.
   uint32_t* const* touched;
   const RemoteMasters* remote_masters;  // [W]
@@ -163,6 +164,8 @@ struct View {
   const int64_t* own_begin;
   const Refresh* refreshes;
   char* const* outboxes;  // [W]
+  // [W] 1 = a rank of this memory domain; null: all are.
+  const uint8_t* local;
   int64_t outbox_bytes;
   const char *arena_begin, *arena_end;  // this rank's memory
   int64_t* duplication;                 // [2] pairs and runs of the last batch plan, in host memory
@@ -337,6 +340,15 @@ struct WireParts {
 // Packs the parts if `packs`, otherwise unpacks them.
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);
 
+// n sums of float32 numbers, added in the order of their terms.
+struct Sums {
+  const int64_t* out;    // [n] addresses of the sums
+  const int64_t* first;  // [n + 1] index of each sum's first term
+  const int64_t* terms;  // addresses
+  int64_t n;
+};
+void add_up(const Sums& sums, cudaStream_t stream);
+
 // Pools every bag. `skip_pushed`: without rows of pushed tiers; for mean pooling, tables with such
 // tiers get sums, which `add_partials` divides.
 void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Output& out,
@@ -370,8 +382,9 @@ struct Inbox {
 // Lists the entries of all outboxes. None if a rank has refused its batch or updates with other
 // settings, or if a peer is lost: then no kernel of the update finds a row.
 void collect(const Launch& on, const Inbox& inbox);
-// Sums the gradients of each row of column pieces, and writes the sums of squares. `round`: with
-// clipping, round 0 is before it; the last round is for row-wise optimizers.
+// Sums the gradients of each row of column pieces, and writes the sums of squares. If there are
+// several domains, the rows' totals then replace them, see oper/shmem/exchange/device_squares.py.
+// `round`: with clipping, round 0 is before it; the last round is for row-wise optimizers.
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
 // Sums the gradients of each row and applies the optimizer.
 void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);

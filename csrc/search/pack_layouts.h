@@ -203,7 +203,7 @@ class Layouts {
     const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
                   end = p_.mate_first[first_rank_[c] + 1];
     // Sums of squares between column pieces, if as many owners as possible are on one host.
-    const double squares = pieces * (pieces - 1) * p_.squares[n], spots = pieces * owners;
+    const double squares = (pieces - 1) * p_.squares[n], spots = pieces * owners;
     const double on_host = std::min(1.0, on_host_[c] / spots);
     const double near = std::min(1.0, in_domain_[c] / spots);
     for (int64_t g = 0; g < G; ++g) {

@@ -1,4 +1,5 @@
-// Sums of squares that the owners of a table's column pieces send each other.
+// Sums of squares that the owners of a table's column pieces send each other, see `expected_squares` in
+// oper/search/cost/columns.py.
 #pragma once
 
 #include <algorithm>

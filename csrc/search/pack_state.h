@@ -131,15 +131,19 @@ class PackState {
     if (family_.size() < 2 || !sends_squares(k)) return;
     std::vector<Squares>& now = squares_[k % whole_];
     const size_t first = now.size();
-    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]], now);
+    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]] / pieces_of(k), now);
     for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
   }
-  // Messages per row between the owners of two parts with different candidates. All columns of a row that
-  // is not pushed have one owner.
-  double messages_between(int64_t k, int64_t other) const {
+  // Column pieces of a table, both parts of it.
+  double pieces_of(int64_t k) const {
     const auto pieces = [&](int64_t x) { return double(std::max<size_t>(of_table_[x].size(), 1)); };
-    const auto owners = [&](int64_t x) { return pushes(x) ? pieces(x) : 1.0; };
-    return pieces(k) * owners(other) + pieces(other) * owners(k);
+    const int64_t table = k % whole_, other = table + whole_;
+    return pieces(table) + (T > whole_ && width_[other] > 0 ? pieces(other) : 0.0);
+  }
+  // Messages and answers per row between the owners of two parts with different candidates.
+  double messages_between(int64_t k, int64_t other) const {
+    const double all = pieces_of(k), one = std::max<size_t>(of_table_[k].size(), 1);
+    return 2 * one * (all - one) / all;
   }
   // The owners of a row in the two parts are independent, and all ranks own equally many rows.
   void settle_parts(int64_t table, double messages) {

@@ -20,6 +20,22 @@ MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
 _LINE = 64
 
 
+def summing_piece(positions: np.ndarray, num_pieces: int) -> np.ndarray:
+    """Return for each row of a table that is split by columns the piece whose owner adds up the
+    row's sums of squares if ranks are in several memory domains.
+
+    Args:
+        positions: int64 [n].
+        num_pieces: number of column pieces.
+
+    Returns:
+        int64 [n], indices of pieces. A multiplicative hash spreads rows evenly over the pieces,
+        whatever the owners' pattern; the same as `summing_piece` in csrc/common/directory.h.
+    """
+    mixed = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(32)) % np.uint64(num_pieces)).astype(np.int64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TierLayout:
     """Owners and slots of the rows of one tier.

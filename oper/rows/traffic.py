@@ -18,8 +18,8 @@ gradient_id_weights   backward  the per-sample weight of a pushed id, 4 bytes
 bag_gradients         backward  the gradient of a pushed id's bag, read by the row's owner
 gradient_rows         backward  a rank's summed gradient of one row, and its slot, read by the
                                 owner; once more for each exchange of squares
-squares               backward  the sum of squared gradients over a column piece of one row,
-                                4 bytes
+squares               backward  the sum of squared gradients over a column piece of one row, or
+                                over all its columns, 4 bytes
 updated_rows          backward  a row and its optimizer state, read and written by the owner
 refreshed_rows        backward  a changed master row, and its slot, copied into a replica
 ====================  ========  ===================================================================
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError
+from oper.rows.directory import summing_piece
 from oper.tables import OPTIMIZERS, TableSpec
 from oper.topology import Topology
 
@@ -65,6 +66,36 @@ def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
             "gradient_id_weights": 4, "bag_gradients": gradient, "gradient_rows": gradient + 4,
             "squares": 4, "updated_rows": 2 * (row + state), "refreshed_rows": row + 4}
     return np.array([size[name] for name in KINDS], np.int64)
+
+
+def squares_read(owners: np.ndarray, piece: int, positions: np.ndarray, rounds: int, times: int,
+                 world_size: int, num_domains: int) -> np.ndarray:
+    """Number of sums of squares that the owners of one column piece read in a step.
+
+    In a single memory domain, each owner reads those of all of a row's pieces whenever it needs the
+    total. Otherwise one owner does so, and all read the total that it has added up.
+
+    Args:
+        owners: int64 [P, n], of each piece of n distinct rows.
+        piece: index of the piece.
+        positions: int64 [n], the rows' positions.
+        rounds: exchanges of squares in a step.
+        times: how often each owner needs a total in a step.
+        world_size: number of ranks W.
+        num_domains: number of memory domains.
+
+    Returns:
+        int64 [W, W], by reader and peer.
+    """
+    out = np.zeros((world_size, world_size), np.int64)
+    every, mine = np.ones(positions.size, bool), owners[piece]
+    if num_domains > 1:
+        summing = summing_piece(positions, len(owners))
+        np.add.at(out, (mine, owners[summing, np.arange(positions.size)]), times)
+        every, times = summing == piece, rounds
+    for other in owners:
+        np.add.at(out, (mine[every], other[every]), times)
+    return out
 
 
 def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarray:

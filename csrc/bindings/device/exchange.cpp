@@ -65,8 +65,7 @@ class PartTable {
     using Parts = WireParts;
     const Messages::Shape& shape = part.shape;
     const bool is_runs = shape.content == Messages::kRuns;
-    const bool is_slots = shape.content == Messages::kReceiverSlots ||
-                          shape.content == Messages::kSenderSlots;
+    const bool is_slots = shape.content == Messages::kReceiverSlots;
     const int64_t number = shape.unit % 4 == 0 ? 4 : 2;
     const int64_t per_entry = is_slots ? shape.bits : shape.unit / number;
     const Parts::Kind kind = is_slots           ? Parts::kSlots
@@ -178,8 +177,7 @@ void place_masters(const Tables& tables, const Tensor& places) {
 }
 
 // Unpacks the arrays that were received for the last `device_exchange_pack`. `targets` (see `at`):
-// the addresses where they go. Where these are 0, sums of squares go to Context::remote_squares, by
-// the slots that precede them in the message; other arrays to new memory, in which the slots of
+// the addresses where they go. Where these are 0, they go to new memory, in which the slots of
 // gradients of all ranks and tables are contiguous. Returns the new memory (uint8), and writes the
 // addresses to `targets`; 0 for weights that were not sent.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
@@ -198,34 +196,34 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   int64_t slots = begin + list.expanded;
   const int64_t raw = reinterpret_cast<int64_t>(received.data_ptr());
   PartTable table;
-  int64_t before = 0;  // address of the previous array of the message
   for (const Messages::Part& x : list.parts) {
     const int64_t wire = raw + x.in_at;
     if (x.in > 0 || x.index < targets.size(0)) {
       int64_t& place = at(targets, x);
-      const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
-      if (place == 0 && is_put) {
-        const int64_t cell = x.table * messages.world_size() + x.rank;
-        place =
-            reinterpret_cast<int64_t>(tables->context->remote_squares[cell] +
-                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
-      } else if (place == 0 && is_outbox_slots(x)) {
+      if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;
       } else if (place == 0) {
         place = begin + x.expanded_at;
       }
       if (x.in == 0 && x.shape.content == Messages::kWeights) place = 0;
-      if (x.in > 0)
-        table.add(x, x.in, place, is_put ? before : 0, wire,
-                  messages.limit(x, is_put ? Messages::kSenderSlots : x.shape.content), false);
+      if (x.in > 0) table.add(x, x.in, place, 0, wire, messages.limit(x), false);
     }
-    before = wire;
   }
   table.move(*tables, false);
   if (are_gradients) mirror_outboxes(*tables, targets);
   if (messages.phase() == CollectivePhase::kRefreshes) place_masters(*tables, targets);
   return memory;
+}
+
+// Stores for each row i the sum of the float32 numbers at the addresses terms[first[i]] to
+// terms[first[i + 1] - 1], added in this order, at the address out[i]. `out` [n], `first` [n + 1],
+// `terms`: int64, on the device.
+void device_add_up(int64_t handle, Tensor out, Tensor first, Tensor terms) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  add_up({int64_data(out), int64_data(first), int64_data(terms), out.numel()},
+         stream_of(*tables->like));
 }
 
 // As context_sent_bytes and context_last_phases of the host back end.
@@ -248,6 +246,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
                 "(int handle, bool is_reply, Tensor sources, Tensor rows) -> Tensor[]");
   OPER_OPERATOR(device_exchange_place,
                 "(int handle, Tensor received, Tensor(a!) targets) -> Tensor");
+  OPER_OPERATOR(device_add_up, "(int handle, Tensor out, Tensor first, Tensor terms) -> ()");
   OPER_OPERATOR(device_exchange_sent_bytes, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(device_exchange_last_phases, "(int handle) -> int[]");
 }

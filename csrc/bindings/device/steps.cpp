@@ -453,6 +453,8 @@ void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>&
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
     merge_squares(call.launch(), inbox, scale, static_cast<int32_t>(round));
+    barrier(call);
+    if (call.context.view.local == nullptr) continue;
     at(tables, Point::kSquares, round);
     barrier(call);
   }

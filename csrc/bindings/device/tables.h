@@ -41,7 +41,7 @@ enum class Point : int64_t {
   kPartials,    // push: the partial sums for all readers have been written
   kGradients,   // this rank's outbox has been written
   kCollected,   // the gradients of all ranks have been listed; on a single rank, before the update
-  kSquares,     // sums of squares have been written
+  kSquares,     // sums of squares have been written by all ranks of this domain
   kUpdated      // rows have been updated on all ranks
 };
 // `value`: at kRows, kPulledRows and kWeightRows the bytes of staging memory before the rows of

@@ -111,7 +111,20 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
   }
 }
 
+__global__ void __launch_bounds__(256) add_up_kernel(Sums sums) {
+  for (int64_t i = thread_index(); i < sums.n; i += num_threads()) {
+    float sum = 0.0f;
+    for (int64_t k = sums.first[i]; k < sums.first[i + 1]; ++k)
+      sum += *reinterpret_cast<const float*>(sums.terms[k]);
+    *reinterpret_cast<float*>(sums.out[i]) = sum;
+  }
+}
+
 }  // namespace
+
+void add_up(const Sums& sums, cudaStream_t stream) {
+  if (sums.n > 0) OPER_LAUNCH(add_up_kernel, blocks_for(sums.n, 256), 256, stream, sums);
+}
 
 void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
                        const Staging& staging) {

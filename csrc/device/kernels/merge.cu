@@ -112,20 +112,31 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
   }
 }
 
-// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
-// piece gets the same number.
+// The address of the sum of squares of a row, given its position, in one column piece; null if its
+// owner is in another domain.
+OPER_DEVICE const float* squares_at(const View& view, const Table& piece, int64_t position,
+                                    int32_t round) {
+  const int64_t key = locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
+  const int64_t owner = last_at_most(piece.owner_begin, view.world_size + 1, key);
+  if (view.local != nullptr && !view.local[owner]) return nullptr;
+  const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
+  return piece.squares[owner] + round * (end - first) + key - first;
+}
+
+// The sum of squares over all columns of a row: in a single domain, that of all pieces, added in
+// column order; otherwise the total that has replaced the sum of one piece.
 OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
                                  int32_t round) {
   const int64_t position = position_at(table, slot);
-  float sum = 0.0f;
-  for (int32_t p = 0; p < table.num_pieces; ++p) {
-    const Table& piece = view.tables[table.pieces[p]];
-    const int64_t key =
-        locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
-    const int64_t owner = last_at_most(piece.owner_begin, view.world_size + 1, key);
-    const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
-    sum += piece.squares[owner][round * (end - first) + key - first];
+  if (view.local != nullptr) {
+    const Table& piece = view.tables[table.pieces[summing_piece(position, table.num_pieces)]];
+    const float* total = squares_at(view, piece, position, round);
+    if (total == nullptr) total = squares_at(view, table, position, round);
+    return *total;
   }
+  float sum = 0.0f;
+  for (int32_t p = 0; p < table.num_pieces; ++p)
+    sum += *squares_at(view, view.tables[table.pieces[p]], position, round);
   return sum;
 }
 

@@ -46,6 +46,7 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
   remote_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
   pairs_.resize(static_cast<size_t>(W * T));
+  totals_.resize(static_cast<size_t>(T));
   for (Kept& kept : kept_) {
     kept.asked.resize(static_cast<size_t>(W * T));
     kept.asked_by.resize(static_cast<size_t>(W * T));
@@ -156,12 +157,11 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
     arrays[x.index] = is_absent            ? nullptr
                       : x.shape.is_plain() ? raw + x.in_at
                                            : to + x.expanded_at;
-    const Messages::Content content = x.shape.content;
-    if ((content == Messages::kReceiverSlots || content == Messages::kSenderSlots) &&
-        !are_below(arrays[x.index], x.in, messages.limit(x, content)))
+    if (x.shape.content == Messages::kReceiverSlots &&
+        !are_below(arrays[x.index], x.in, messages.limit(x)))
       fail({9, x.rank});
     if (!x.is_last) continue;
-    if (!lists_fit(phase, x.rank, x.table, arrays)) fail({9, x.rank});
+    if (!lists_fit(phase, is_reply, x.rank, x.table, arrays)) fail({9, x.rank});
     deliver(phase, is_reply, x.rank, x.table, arrays);
   }
 }
@@ -196,11 +196,16 @@ void Exchange::synchronize(CollectivePhase phase, const Batch& batch, Status min
   }
   const bool weighted = batch.weights != nullptr;
   messages.begin(phase);
+  if (mine.code == 0 && phase == CollectivePhase::kSquares) list_squares();
   if (mine.code == 0) count(phase, weighted);
   const Status status = messages.exchange_headers(
       weighted, mine, [&](auto... arguments) { return transfer(phase, arguments...); });
   if (status.code != 0) fail(status);
   exchange_payload(phase, false);
+  if (phase == CollectivePhase::kSquares) {
+    add_up_squares();
+    exchange_payload(phase, true);
+  }
   if (phase == CollectivePhase::kGradients) messages.pass_back();
 }
 

@@ -88,11 +88,6 @@ class Exchange {
     Inbox received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
   };
-  // Slots whose squares or changed rows are sent.
-  struct Listed {
-    std::vector<uint32_t> slots;  // their number, then the slots
-    std::vector<float> values;    // sums of squares, one per slot
-  };
 
   static int64_t num_slots(const Table& table, int32_t owner) {
     return table.owner_begin[owner + 1] - table.owner_begin[owner];
@@ -103,7 +98,15 @@ class Exchange {
   // Fills in the counts of this rank's arrays for each peer.
   void count(CollectivePhase phase, bool weighted);
   void count_table(CollectivePhase phase, bool weighted, int64_t table);
-  void list_squares(int64_t table);
+  void list_squares();
+  void list_squares_of(const std::vector<int32_t>& pieces);
+  std::vector<uint32_t> slots_with_gradients(int64_t table) const;
+  // This rank's sums of squares in the current round, by slot.
+  float* own_squares(int64_t table) const {
+    const Table& x = context_.tables[table];
+    return x.squares[context_.rank] + messages.round() * num_slots(x, context_.rank);
+  }
+  void add_up_squares();
   void list_refreshes(int64_t table);
   Source source(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table, int part) const;
   Draws draws_of(const Part& part, const uint32_t* names) const;
@@ -123,8 +126,9 @@ class Exchange {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether received bags are valid, and lists of refreshed slots are complete and ascending.
-  bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
+  // Whether received bags are valid, there is a sum of squares for each row that this rank adds up,
+  // and lists of refreshed slots are complete and ascending.
+  bool lists_fit(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                  const char* const* arrays) const;
   // Calls the transport and returns its result. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
@@ -142,10 +146,25 @@ class Exchange {
   Kept kept_[Messages::kKept];
   std::vector<RemoteRows> remote_rows_;       // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
+  // Sums of squares of one table's rows, one of whose owners is in this rank's domain, the other in
+  // the peer's. All ascend by slot at the rank that owns the row's piece in this table.
+  struct Squares {
+    std::vector<uint32_t> sent;    // slots of this rank whose shares the peer adds up
+    // Slots of the peer whose shares this rank adds up, and their rows' indices in Totals.
+    std::vector<std::pair<uint32_t, uint32_t>> added;
+    std::vector<uint32_t> row_of;  // those indices
+  };
+  // The rows of a split table whose sums of squares this rank adds up.
+  struct Totals {
+    std::vector<std::pair<int32_t, uint32_t>> rows;  // piece and slot of this rank
+    std::vector<float> values;
+  };
+  std::vector<Totals> totals_;  // [T], at the first piece of a table
   // Data of one table that concern a peer.
   struct Pair {
     std::vector<uint32_t> bags;  // the distinct ones in this rank's requests to it
-    Listed listed;
+    std::vector<uint32_t> refreshed;  // number of changed rows that are sent, then their slots
+    Squares squares;
     const uint32_t* asked_slots = nullptr;  // rows of this rank that it pulls
     uint32_t num_asked_slots = 0;
     const char* gathered = nullptr;  // its rows that this rank has pulled
@@ -156,7 +175,7 @@ class Exchange {
     size_t bytes;
     void operator()(void* data) const;
   };
-  std::vector<std::unique_ptr<void, Unmap>> mapped_;  // for squares of remote ranks
+  std::vector<std::unique_ptr<void, Unmap>> mapped_;  // for squares received from remote ranks
   const uint32_t nothing_[2] = {0, 0};                // an empty list of slots
 };
 

@@ -14,13 +14,12 @@ namespace oper::host {
 
 void Exchange::count(CollectivePhase phase, bool weighted) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
-            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares,
+            phase != CollectivePhase::kGradients,
             [&](int64_t t, Scratch&) { count_table(phase, weighted, t); });
 }
 
 void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
-  if (phase == CollectivePhase::kSquares) list_squares(t);
   if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
   const int64_t* reduced = context_.outbox_table(context_.rank, t)->begin();
   const int64_t* asked = context_.request_table(context_.rank, t)->begin();
@@ -45,8 +44,9 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       // Only the gradients of bags that contain rows of this owner are sent.
       counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
-    if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
-      counts[0] = pairs_[cell(r, t)].listed.slots[0];
+    if (phase == CollectivePhase::kSquares)
+      counts[0] = static_cast<uint32_t>(pairs_[cell(r, t)].squares.sent.size());
+    if (phase == CollectivePhase::kRefreshes) counts[0] = pairs_[cell(r, t)].refreshed[0];
   }
 }
 
@@ -97,69 +97,26 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   return equal(runs.data(), before.bags, static_cast<int64_t>(runs.size()));
 }
 
-// Lists the sums of squares of this rank's rows of a column piece, for the owners of the rows'
-// other pieces.
-void Exchange::list_squares(int64_t t) {
-  const Table& table = context_.tables[t];
-  for (int32_t r : messages.remote) {
-    pairs_[cell(r, t)].listed.slots.assign(1, 0);
-    pairs_[cell(r, t)].listed.values.clear();
-  }
-  if (messages.round() >= table.rounds_of_squares()) return;
-  const float* squares =
-      table.squares[context_.rank] + messages.round() * num_slots(table, context_.rank);
-  // Slots for which any rank has a gradient.
-  std::vector<uint32_t> slots;
-  for (int32_t r = 0; r < context_.world_size; ++r) {
-    OutboxTable* entry = context_.outbox_table(r, t);
-    const int64_t* begin = entry->begin();
-    const uint32_t* in = context_.in_outbox<uint32_t>(r, entry->slots_offset);
-    slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
-    if (table.is_pushed)
-      slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
-  }
-  for (const std::vector<PushedRows>& parts : table.left)
-    for (size_t k = 0; k < context_.num_left; ++k)
-      slots.insert(slots.end(), parts[k].slots.begin(), parts[k].slots.end());
-  std::sort(slots.begin(), slots.end());
-  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  std::vector<int32_t> done(static_cast<size_t>(context_.world_size), -1);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const int64_t position = table.position_at(slots[i]);
-    for (int32_t p : table.pieces) {
-      const Table& piece = context_.tables[p];
-      const int32_t owner = piece.owner_of(
-          locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
-      if (messages.is_local(owner) || done[owner] == static_cast<int32_t>(i)) continue;
-      done[owner] = static_cast<int32_t>(i);
-      Listed& list = pairs_[cell(owner, t)].listed;
-      list.slots.push_back(slots[i]);
-      list.values.push_back(squares[slots[i]]);
-      ++list.slots[0];
-    }
-  }
-}
-
 void Exchange::list_refreshes(int64_t t) {
-  for (int32_t r : messages.remote) pairs_[cell(r, t)].listed.slots.assign(1, 0);
+  for (int32_t r : messages.remote) pairs_[cell(r, t)].refreshed.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
   for (const ReplicaTarget& target : setup.targets) {
     if (target.table != t) continue;
-    Listed& list = pairs_[cell(target.rank, t)].listed;
+    std::vector<uint32_t>& list = pairs_[cell(target.rank, t)].refreshed;
     const uint32_t* end = touched + 1 + touched[0];
     const uint32_t* first =
         std::lower_bound(touched + 1, end, static_cast<uint32_t>(target.slot_begin));
     const uint32_t* last = std::lower_bound(first, end, static_cast<uint32_t>(target.slot_end));
-    list.slots.insert(list.slots.end(), first, last);
-    list.slots[0] = static_cast<uint32_t>(list.slots.size() - 1);
+    list.insert(list.end(), first, last);
+    list[0] = static_cast<uint32_t>(list.size() - 1);
   }
 }
 
 Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
-  const Listed& list = pairs_[cell(r, t)].listed;
+  const Pair& pair = pairs_[cell(r, t)];
   const char* base = context_.outbox[context_.rank];
-  const Source asked_rows{context_.tables[t].rows, pairs_[cell(r, t)].asked_slots};
+  const Source asked_rows{context_.tables[t].rows, pair.asked_slots};
   switch (phase) {
     case CollectivePhase::kGather:
       if (is_reply) return asked_rows;
@@ -168,11 +125,12 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
       if (part == 1) return asked_rows;
       return {base + context_.partial_table(context_.rank, t, r)->rows_offset};
     case CollectivePhase::kSquares:
-      if (part == 0) return {list.slots.data() + 1};
-      return {list.values.data()};
+      if (is_reply)
+        return {totals_[context_.tables[t].pieces[0]].values.data(), pair.squares.row_of.data()};
+      return {own_squares(t), pair.squares.sent.data()};
     case CollectivePhase::kRefreshes:
-      if (part == 0) return {list.slots.data()};
-      return {context_.tables[t].rows, list.slots.data() + 1};
+      if (part == 0) return {pair.refreshed.data()};
+      return {context_.tables[t].rows, pair.refreshed.data() + 1};
     case CollectivePhase::kRequests:
       if (part == 3) return {remote_rows_[t].keys + splits_[t][r]};
       break;
@@ -198,7 +156,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
 
 // ---- checks of received data -------------------------------------------------------------------
 
-bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
+bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                          const char* const* arrays) const {
   const uint32_t* counts = messages.counts_from(r, t);
   // Bags only ever rise by one, see unpack_runs; the first may be missing.
@@ -212,6 +170,8 @@ bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
     const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
     return bags_fit(before.bags, before.n);
   }
+  if (phase == CollectivePhase::kSquares)
+    return is_reply || counts[0] == pairs_[cell(r, t)].squares.added.size();
   if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
   // The slots follow their number, and must ascend, since `refresh_replicas` searches them.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
@@ -272,10 +232,13 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
       break;
     }
     case CollectivePhase::kSquares: {
-      const float* values = reinterpret_cast<const float*>(arrays[1]);
-      if (counts[0] == 0) break;
-      float* squares = table.squares[r] + messages.round() * num_slots(table, r);
-      for (uint32_t i = 0; i < counts[0]; ++i) squares[slots[i]] = values[i];
+      const float* values = reinterpret_cast<const float*>(arrays[0]);
+      const Squares& found = pairs_[cell(r, t)].squares;
+      float* squares = is_reply ? own_squares(t)
+                                : table.squares[r] + messages.round() * num_slots(table, r);
+      const size_t n = is_reply ? found.sent.size() : found.added.size();
+      for (size_t i = 0; i < n; ++i)
+        squares[is_reply ? found.sent[i] : found.added[i].first] = values[i];
       break;
     }
     case CollectivePhase::kRefreshes:

@@ -16,6 +16,7 @@
 
 #include "common/clones.h"
 #include "host/context.h"
+#include "host/exchange/squares.h"
 #include "host/keys/directory.h"
 #include "host/memory.h"
 

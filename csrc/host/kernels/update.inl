@@ -352,23 +352,6 @@ class RoundingNumbers {
   uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors from any column of a block
 };
 
-// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
-// piece gets the same number. `round`: see Table::rounds_of_squares.
-float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round) {
-  const int64_t position = table.position_at(slot);
-  float sum = 0.0f;
-  for (int32_t p : table.pieces) {
-    const Table& piece = context.tables[p];
-    const int64_t key =
-        locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
-    const int32_t owner = piece.owner_of(key);
-    table.counters.add(kSquares, owner, 1);
-    const int64_t first = piece.owner_begin[owner], end = piece.owner_begin[owner + 1];
-    sum += piece.squares[owner][round * (end - first) + key - first];
-  }
-  return sum;
-}
-
 // Turns a row's gradient into the one that the optimizer uses: clips it, then adds L2 weight decay.
 template <class E, int N>
 OPER_INLINE void clip_and_decay(const Context& context, const Table& table, int64_t slot,

@@ -141,6 +141,9 @@ void backward(Context& context, const Batch& batch, float gradient_scale) {
         kernels().squares(context, order[task], gradient_scale, round);
     });
     synchronize(context, CollectivePhase::kSquares, batch);
+    // Ranks of this domain read the totals that others of them have added up or received.
+    if (context.exchange && context.barrier)
+      raise(wait_for_domain(context, static_cast<uint32_t>(CollectivePhase::kSquares)));
   }
   if (context.barrier) context.barrier->note_update(true);
   if (beside.first) {

@@ -61,7 +61,7 @@ class Subspace:
         base = bound.relaxation.fixed_tally
         model = bound.relaxation.model
         extra_us = model.push_us * (STILL not in plans and not base.num_pushed) + (
-            model.costs.phase_us * (plans == (WITH_COLUMNS,) and not base.num_split))
+            model.split_us * (plans == (WITH_COLUMNS,) and not base.num_split))
         self.extra_us = extra_us * bool(bound.relaxation.tables)
         self.cutoff_us = np.inf
         self.root_us = self.lower_bound_us

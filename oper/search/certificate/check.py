@@ -152,7 +152,7 @@ class Proof:
         self.covered |= plans
         base, names = checker.base, [t.spec.name for t in checker.tables]
         rows = self.model.push_us * (not base.num_pushed)
-        cut = self.model.costs.phase_us * (splits_pay(self.problem) and not base.num_split)
+        cut = self.model.split_us * (splits_pay(self.problem) and not base.num_split)
         barriers = {STILL: 0.0, WITH_ROWS: rows, WITH_COLUMNS: rows + cut}
         fixed_us = sum(self.model.fixed_us(base)) + (
             min(barriers[x] for x in plans) * bool(names))

@@ -28,7 +28,7 @@ from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
-from oper.search.cost.columns import expected_squares
+from oper.search.cost.columns import SQUARE_BYTES, expected_squares
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase, phases_of
 from oper.search.cost.links import broadcast, owner_exchange, subset_reads, transfer
 from oper.search.cost.tally import (
@@ -51,7 +51,6 @@ from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Probl
 
 ID_BYTES = 8  # one id in memory
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
-SQUARE_BYTES = 4  # of the sum of a row's squared gradients over the columns of a piece
 PUSH_PASSES = 3  # passes of a reader over the ids of a table with pushed rows, per direction
 
 
@@ -85,6 +84,10 @@ class CostModel:
         #: that pushing adds only the headers of partial sums.
         self.push_us = self.costs.phase_us * (0.5 if REQUEST in self.phases else 1.0)
         m = self.machine
+        self._has_far = bool((m.num_near < m.world_size).any())
+        #: Microseconds that a plan pays for exchanging any sums of squares: headers and sums, and
+        #: between memory domains the totals.
+        self.split_us = self.costs.phase_us * (1.5 if self._has_far else 1.0)
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.
         self.has_local = m.local_groups(self.phases)
@@ -337,8 +340,7 @@ class CostModel:
 
     def sends_squares(self, t: TableProblem) -> bool:
         """Whether they send them in messages; ranks of one memory domain read each other's."""
-        return self.exchanges_squares(t) and bool((self.machine.num_near
-                                                   < self.machine.world_size).any())
+        return self.exchanges_squares(t) and self._has_far
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
@@ -500,7 +502,7 @@ class CostModel:
                  for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
         if self.training:
-            fixed[self.update_phase] += phase * (tally.num_split > 0)
+            fixed[self.update_phase] += self.split_us * (tally.num_split > 0)
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:

@@ -16,7 +16,7 @@ from oper.errors import InvalidInputError, require
 from oper.messages import owners_pool
 from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory
-from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic
+from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic, squares_read
 from oper.tables import TableSpec
 
 
@@ -154,13 +154,15 @@ class Replay:
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: names of tables whose rows' gradients are clipped to a norm.
-        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool`.
+        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool` and
+            `oper.rows.traffic.squares_read`.
     """
 
     def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
                  clipped: Collection[str] = (), num_domains: int = 1) -> None:
         self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
         self.training = plan.objective == "training" if training is None else training
+        self._num_domains = num_domains
         self._pools = owners_pool([t.table for t in plan.tables], self.training, num_domains)
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
@@ -194,15 +196,17 @@ class Replay:
             # the optimizer needs the squares of clipped gradients, so clipping is repeated: three.
             squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
-            owners = [p.resolve(touched)[1] for p in pieces] if squares else []
+            positions = pieces[0].directory.position_of(touched)
+            owners = np.stack([p.resolve(touched)[1] for p in pieces])
             for k, placed in enumerate(pieces):
                 counts = np.zeros((len(KINDS), world, world), np.int64)
                 for reader, batch in enumerate(batches):
                     self._count(counts, placed, reader, batch, 1 + clips + sums)
                 if self.training:
                     _count_update(counts, placed, touched)
-                    for other in owners:
-                        np.add.at(counts[KIND["squares"]], (owners[k], other), squares)
+                    if squares:
+                        counts[KIND["squares"]] += squares_read(
+                            owners, k, positions, clips + sums, squares, world, self._num_domains)
                 yield counts
 
     def _count(self, counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,

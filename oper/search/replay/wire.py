@@ -13,9 +13,9 @@ import numpy as np
 from oper.errors import require
 from oper.messages import MessageBits, number_bytes, owners_pool, slot_bits
 from oper.plan import Piece, Plan
-from oper.rows.directory import needs_across
+from oper.rows.directory import needs_across, summing_piece
 from oper.rows.traffic import ROW_WISE, SENT
-from oper.search.cost.columns import SQUARE_MESSAGE_BYTES
+from oper.search.cost.columns import SQUARE_BYTES
 from oper.search.replay.simulate import (
     Placed,
     RankBatch,
@@ -172,21 +172,20 @@ class WireReplay:
 
 
 def sent_squares(pieces: Sequence[Placed], touched: np.ndarray) -> np.ndarray:
-    """Bytes of the sums of squares that each owner of a column piece sends to the owners of the
-    other pieces of the same rows, once per step.
+    """Bytes of one exchange of sums of squares between the owners of a table's column pieces: to
+    the owner of each row's `summing_piece`, and totals back.
 
     Args:
         pieces: the column pieces of one table.
         touched: int64 [n], distinct ids in all ranks' batches.
 
     Returns:
-        int64 [W, W], by sender and receiver; the diagonal is not sent.
+        int64 [W, W], by sender and receiver; bytes within a memory domain are not sent.
     """
     owners = np.array([p.resolve(touched)[1] for p in pieces])
-    world = len(pieces[0].holds)
-    out = np.zeros((world, world), np.int64)
-    for peer in range(world):
-        asks = (owners == peer).any(axis=0)
-        for mine in owners:
-            out[:, peer] += SQUARE_MESSAGE_BYTES * np.bincount(mine[asks], minlength=world)
-    return out
+    summing = summing_piece(pieces[0].directory.position_of(touched), len(pieces))
+    summed_by = owners[summing, np.arange(touched.size)]
+    out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
+    for mine in owners:
+        np.add.at(out, (mine, summed_by), SQUARE_BYTES)
+    return out + out.T

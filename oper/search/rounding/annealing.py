@@ -20,7 +20,7 @@ import numpy as np
 
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
-from oper.search.cost.columns import SQUARE_MESSAGE_BYTES
+from oper.search.cost.columns import SQUARE_BYTES
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.pricing.master import Bound
@@ -305,7 +305,7 @@ class Annealing:
             "sums": sums, "pushes": (features[:, ROWS] > 0).astype(np.uint8),
             "host_of": loads.model.machine.host[order],
             "domain_of": loads.model.machine.domain[order],
-            "squares": (sent := SQUARE_MESSAGE_BYTES * np.array(
+            "squares": (sent := 2 * SQUARE_BYTES * np.array(
                 [loads.model.sends_squares(t) for t in tables]))[table]
             * features[:, TOUCHED_ALL],
             "all_squares": sent * np.array([t.total[TOUCHED_ALL] for t in tables]),

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from oper.rows.traffic import KIND, Traffic
+from oper.rows.traffic import KIND, Traffic, squares_read
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
 from oper.shmem.memory.device_batch import StepArrays, key_ranges
@@ -41,6 +41,7 @@ class DeviceCounters:
         pieces = [(d.table, d.column, d.column + d.dim) for d in tables.directories]
         self.traffic = Traffic.empty(self._rank, self._size, pieces)
         local = np.array([tables.arenas.is_local(r) for r in range(self._size)])
+        self._num_domains = 1 if local.all() else 2  # or more
         self._ranges = list(key_ranges(self._of_key))
         copies = [nearest_replica(x.tier, self._rank, local) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
@@ -118,10 +119,13 @@ class DeviceCounters:
         # gradients are summed, and before the update.
         times = int(clips) + int(row_wise) + int(clips and row_wise)
         positions = d.positions_at(self._rank, slots)
-        for piece in tables.pieces[d.table.name]:
-            owner, _ = tables.directories[piece].locate(positions)
-            for r, n in enumerate(np.bincount(owner, minlength=self._size).tolist()):
-                self._add("squares", k, r, n * times)
+        pieces = tables.pieces[d.table.name]
+        owners = np.stack([tables.directories[p].locate(positions)[0] for p in pieces])
+        reads = squares_read(owners, pieces.index(self._order[k]), positions,
+                             tables.rounds_of_squares(d.table.name), times, self._size,
+                             self._num_domains)
+        for r, n in enumerate(reads[self._rank].tolist()):
+            self._add("squares", k, r, n)
 
     def refreshes(self) -> None:
         """Count masters that this rank has copied into its replicas; called after all ranks'

@@ -19,6 +19,7 @@ from oper.shmem.batch import raise_status
 from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
+from oper.shmem.exchange.device_squares import exchange_squares
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import StepArrays
 from oper.shmem.settings import OUTBOX_ENV
@@ -126,7 +127,7 @@ class DeviceSteps:
         elif point == Point.COLLECTED and counters is not None:
             counters.gradients(StepArrays(self._handle))
         elif point == Point.SQUARES and x is not None:
-            x.send_squares(StepArrays(self._handle), value)
+            exchange_squares(x, self._tables, StepArrays(self._handle), value)
         elif point == Point.UPDATED:
             if x is not None:
                 x.send_refreshes()

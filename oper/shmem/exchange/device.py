@@ -19,7 +19,7 @@ import enum
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -99,7 +99,10 @@ class DeviceExchange(Exchange):
 
     Attributes:
         remote: ranks of other domains, ascending.
-        dims: int64 [T], columns of the tables in the order of keys.
+        rank, device: this rank, and its device.
+        order: indices of the tables in the plan, in the order of keys.
+        of_key: their directories.
+        dims: int64 [T], their columns.
         num_refreshed: int64 [W, T], number of changed master rows received in the last step, by
             owner and by table in the order of keys.
 
@@ -117,9 +120,9 @@ class DeviceExchange(Exchange):
             raise InvalidInputError("cannot exchange rows in device memory", "message_bits",
                                     bits.to_json(), "32 or 16",
                                     "choose 16, or keep the tables in host memory")
-        self._tables, self._device = tables, tables.device
+        self._tables, self.device = tables, tables.device
         self.remote = [r for r in range(group.world_size) if r not in self.members]
-        self._size, self._rank = group.world_size, group.rank
+        self._size, self.rank = group.world_size, group.rank
         self._failed: tuple[int, int] | None = None
         self.num_refreshed = np.zeros((self._size, 0), np.int64)
 
@@ -128,38 +131,37 @@ class DeviceExchange(Exchange):
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
         """Register this exchange with the kernel context `handle` of a plan."""
         self._handle = handle
-        self._order: list[int] = torch.ops.oper.device_context_order(handle)
-        self._of_key = [directories[t] for t in self._order]  # in the order of keys
-        self.dims = np.array([d.dim for d in self._of_key])
-        self._row_bytes = np.array([d.row_bytes for d in self._of_key])
-        self._num_slots = np.array([d.num_slots[self._rank] for d in self._of_key])
+        self.order: list[int] = torch.ops.oper.device_context_order(handle)
+        self.of_key = [directories[t] for t in self.order]  # in the order of keys
+        self.dims = np.array([d.dim for d in self.of_key])
+        self._row_bytes = np.array([d.row_bytes for d in self.of_key])
         arenas = self._tables.arenas
-        self._rows = (arenas.addresses[self._rank] + arenas.layout.rows[self._order, self._rank])
+        self._rows = (arenas.addresses[self.rank] + arenas.layout.rows[self.order, self.rank])
         self.needs = needs_across(directories, self._domain_of)
         self._pulled = self._list_ranges(with_pushed=False)
         self._read = self._list_ranges(with_pushed=True)
         torch.ops.oper.device_context_set_exchange(
-            handle, self._bits_of(self._of_key), self.collection)
+            handle, self._bits_of(self.of_key), self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
     def _list_ranges(self, with_pushed: bool) -> _RemoteRanges:
         local = np.isin(np.arange(self._size), self.members)
-        found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
-                 if x.owner in self.remote and nearest_replica(x.tier, self._rank, local) < 0
+        found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self.of_key)
+                 if x.owner in self.remote and nearest_replica(x.tier, self.rank, local) < 0
                  and (with_pushed or x.tier.tier.mode != "push")]
         columns = np.array(sorted(found), np.int64).reshape(-1, 5).T.copy()
         return _RemoteRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to this rank's device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     # ---- phases ----------------------------------------------------------------------------------
 
     def counts(self) -> np.ndarray:
         """Return zeros for the counts that `begin` sends: int64 [W, T, 3] by receiver and table in
         the order of keys, see csrc/common/exchange.h."""
-        return np.zeros((self._size, len(self._order), _COUNTS), np.int64)
+        return np.zeros((self._size, len(self.order), _COUNTS), np.int64)
 
     def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
         """Begin a phase: send `counts` to the remote ranks; returns their counts for this rank.
@@ -185,10 +187,17 @@ class DeviceExchange(Exchange):
         if code:
             self._tables.synchronize()  # raises the kernels' error
         if found[0]:
-            if found[0] != Status.TRANSPORT_FAILED:
-                self._failed = found[0], found[1]
-            raise_status(*self.check(*found), outbox_bytes)
+            self._stop(found[0], found[1])
         return theirs.numpy()
+
+    def refuse(self, rank: int) -> NoReturn:
+        """Raise the error that `rank` has sent invalid data."""
+        self._stop(Status.IMPOSSIBLE_MESSAGE, rank)
+
+    def _stop(self, code: int, detail: int) -> NoReturn:
+        if code != Status.TRANSPORT_FAILED:
+            self._failed = code, detail
+        raise_status(*self.check(code, detail), self._tables.arenas.outbox_bytes)
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
@@ -198,15 +207,14 @@ class DeviceExchange(Exchange):
             sources: for each array, addresses of this rank's data, and of the row numbers (uint32)
                 by which to gather it, or 0 if it is contiguous; int64 [W, T] or broadcastable.
             is_reply: whether these arrays answer the arrays of the last call.
-            targets: for each array, addresses at which to store it, in the same form. If 0, sums of
-                squares are stored where kernels read them, and other arrays in new memory at
-                multiples of 16 bytes; kernels then get the addresses of gradients and changed
-                master rows.
+            targets: for each array, addresses at which to store it, in the same form. If 0, it is
+                stored in new memory at a multiple of 16 bytes; kernels then get the addresses of
+                gradients and changed master rows.
 
         Returns:
             Addresses of the received arrays, int64 [arrays, W, T]; and the new memory.
         """
-        shape = (len(sources), self._size, len(self._order))
+        shape = (len(sources), self._size, len(self.order))
         data, rows, there = (np.zeros(shape, np.int64) for _ in range(3))
         for k, source in enumerate(sources):
             data[k], rows[k] = source
@@ -251,7 +259,7 @@ class DeviceExchange(Exchange):
         before = np.cumsum(n) - n
         slots = (self.take(keys, first - before, n) - self.spread(x.base[some], n)).to(torch.int32)
         wanted = self.starts(slots, counts[..., 0])
-        theirs = torch.empty(int(asked.sum()), dtype=torch.int32, device=self._device)
+        theirs = torch.empty(int(asked.sum()), dtype=torch.int32, device=self.device)
         places, _ = self.exchange((wanted, 0), targets=[self.starts(theirs, asked)])
         (received,), memory = self.exchange((self._rows, places[0]), is_reply=True)
         if not n.size:
@@ -268,7 +276,7 @@ class DeviceExchange(Exchange):
     def take(self, values: torch.Tensor, shift: np.ndarray, n: np.ndarray) -> torch.Tensor:
         """Return ``values[i + shift[s(i)]]`` for i = 0..sum(n)-1, where s(i) is the range that
         entry i belongs to: range s has n[s] consecutive entries."""
-        return values[torch.arange(int(n.sum()), device=self._device) + self.spread(shift, n)]
+        return values[torch.arange(int(n.sum()), device=self.device) + self.spread(shift, n)]
 
     def spread(self, values: np.ndarray, n: np.ndarray) -> torch.Tensor:
         """Repeat each ``values[s]`` n[s] times, on the device."""
@@ -279,8 +287,8 @@ class DeviceExchange(Exchange):
 
     def send_gradients(self) -> None:
         """Send the reduced gradients of remote rows to their owners. Collective."""
-        T, W = len(self._order), self._size
-        box = int(self._tables.arenas.outboxes[self._rank])
+        T, W = len(self.order), self._size
+        box = int(self._tables.arenas.outboxes[self.rank])
         size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
         own = self.words(box, size // 4).cpu().numpy().view(np.uint8)
         slots_at, rows_at, num_runs, _ = _OUTBOX.unpack(own[:_OUTBOX.size].tobytes())
@@ -295,31 +303,25 @@ class DeviceExchange(Exchange):
             (box + slots_at + 4 * begin, 0),
             (box + rows_at + 4 * (offsets + (begin - begin[0]) * self.dims), 0))
 
-    # ---- backward: squares of column pieces ------------------------------------------------------
+    # ---- backward: squares of column pieces, see device_squares.py -------------------------------
 
-    def send_squares(self, step: StepArrays, round_number: int) -> None:
-        """Send this rank's sums of squares to remote owners of other column pieces of the same
-        rows. Collective."""
-        tables, directories = self._tables, self._tables.directories
-        counts, found = self.counts(), [np.zeros(0, np.int64)]
-        lists: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slots, and owners of their pieces
-        for k, d in enumerate(self._of_key):
-            if d.dim != d.table.dim and round_number < tables.rounds_of_squares(d.table.name):
-                slots = step.merged_slots(self._of_key, k, self._rank)
-                positions = d.positions_at(self._rank, slots)
-                lists[k] = slots, np.stack([directories[p].locate(positions)[0]
-                                            for p in tables.pieces[d.table.name]])
-        for r in self.remote:
-            for k, (slots, owners) in lists.items():
-                found.append(slots[(owners == r).any(0)])
-                counts[r, k, 0] = found[-1].size
-        self.begin(Phase.SQUARES, counts)
-        rows = self.to_device(np.concatenate(found).astype(np.int32))
-        arenas = tables.arenas
-        own = (arenas.addresses[self._rank] + arenas.layout.squares[self._order, self._rank]
-               + 4 * round_number * self._num_slots)
-        named = self.starts(rows, counts[..., 0])
-        self.exchange((named, 0), (own, named))
+    def squares_at(self, round_number: int) -> np.ndarray:
+        """Return the addresses of the sums of squares of each table's first slot on each rank of
+        this domain, int64 [T, W], in the exchange `round_number` of a step."""
+        arenas = self._tables.arenas
+        num_slots = np.array([d.num_slots for d in self.of_key])
+        return (np.array(arenas.addresses) + arenas.layout.squares[self.order]
+                + 4 * round_number * num_slots)
+
+    def add_up(self, out: np.ndarray, first: np.ndarray, terms: np.ndarray) -> None:
+        """Store for each i the sum of the float32 numbers at the addresses
+        ``terms[first[i]:first[i + 1]]``, added in this order, at address ``out[i]``."""
+        torch.ops.oper.device_add_up(
+            self._handle, *(self.to_device(x) for x in (out, first, terms)))
+
+    def copy_numbers(self, out: np.ndarray, source: np.ndarray) -> None:
+        """Copy the float32 numbers at the addresses `source` to the addresses `out`; int64 [n]."""
+        self.add_up(out, np.arange(out.size + 1), source)
 
     # ---- backward: changed masters ---------------------------------------------------------------
 
@@ -327,16 +329,16 @@ class DeviceExchange(Exchange):
         """Send master rows that this step has changed to remote ranks with replicas. Collective."""
         if not self.needs.refreshes:
             return
-        counts, lists = self.counts(), [torch.empty(0, dtype=torch.int64, device=self._device)]
-        changed = {k: self._tables.arenas.touched(t, self._rank)
-                   for k, t in enumerate(self._order)
-                   if any(x.tier.placement == "replicated" for x in self._of_key[k].tiers)}
+        counts, lists = self.counts(), [torch.empty(0, dtype=torch.int64, device=self.device)]
+        changed = {k: self._tables.arenas.touched(t, self.rank)
+                   for k, t in enumerate(self.order)
+                   if any(x.tier.placement == "replicated" for x in self.of_key[k].tiers)}
         for r in self.remote:
             for k, slots in changed.items():
                 mine = torch.cat([lists[0], *(
-                    slots[(slots >= x.slot_base[self._rank])
-                          & (slots < x.slot_base[self._rank] + x.num_rows[self._rank])]
-                    for x in self._of_key[k].tiers
+                    slots[(slots >= x.slot_base[self.rank])
+                          & (slots < x.slot_base[self.rank] + x.num_rows[self.rank])]
+                    for x in self.of_key[k].tiers
                     if x.tier.placement == "replicated" and x.replica_base[r] >= 0)])
                 if mine.numel():
                     counts[r, k, 0] = mine.numel()
