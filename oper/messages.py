@@ -14,14 +14,14 @@ rows, of bags). A value in such a message takes
   row's columns, without step and min, is proportional to their number. In a row with infinite
   numbers or NaN, which has a step with a minus sign, the three largest codes stand for these.
 
-All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
+All other data is sent exactly: slots, weights, sums of squares, changed rows for replicas, and rows
 stored in 16 bits or fewer. Within a memory domain nothing is rounded.
 
 A slot (the number of a row at its owner) takes ``slot_bits(num_rows)`` bits in messages of pushed
 ids, requested rows and gradients of rows; slots are packed with the lowest bits first. An owner of
 only some rows could use fewer bits, but this way an id takes the same bytes under every plan, so
-that the cost model, its lower bound and replays are exact. Slots sent with squared norms and with
-changed rows take 4 bytes.
+that the cost model, its lower bound and replays are exact. Slots sent with changed rows take 4
+bytes.
 
 Host code rounds in csrc/host/exchange/packing.cpp, device code in csrc/device/kernels/exchange.cu;
 csrc/common/exchange.h defines the same sizes.
