@@ -29,7 +29,7 @@ class Layouts {
  public:
   // `layouts`: the initial ones, [tables]; `most_owners`: limits of the owners of a piece, [tables].
   Layouts(const OperPacking& p, std::vector<Layout> layouts, std::vector<int64_t> most_owners, Random& random)
-      : p_(p), layouts_(std::move(layouts)), most_owners_(std::move(most_owners)), random_(random) {
+      : p_(p), between_pieces_(p), layouts_(std::move(layouts)), most_owners_(std::move(most_owners)), random_(random) {
     const int64_t n = p.num_classes * p.num_loads;
     size_.assign(p.num_classes, 0.0), base_.assign(n, 0.0), first_rank_.assign(p.num_classes, 0);
     for (int64_t r = p.num_ranks - 1; r >= 0; --r) size_[p.class_of[r]] += 1, first_rank_[p.class_of[r]] = r;
@@ -202,10 +202,10 @@ class Layouts {
     if (!pushed) return;
     const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
                   end = p_.mate_first[first_rank_[c] + 1];
-    // Sums of squares between column pieces, if as many owners as possible are on one host.
-    const double squares = (pieces - 1) * p_.squares[n], spots = pieces * owners;
-    const double on_host = std::min(1.0, on_host_[c] / spots);
-    const double near = std::min(1.0, in_domain_[c] / spots);
+    // Sums of squares between column pieces, if as many owners of a row as possible are on one host.
+    const double squares = pieces * (pieces - 1) * p_.squares[n] * between_pieces_.of_pair(pieces);
+    const double on_host = std::min(1.0, on_host_[c] / pieces);
+    const double near = std::min(1.0, in_domain_[c] / pieces);
     for (int64_t g = 0; g < G; ++g) {
       double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
                    asks * pieces * p_.asked[n * G + g] +
@@ -221,6 +221,7 @@ class Layouts {
   }
 
   const OperPacking& p_;
+  const SquaresBetweenPieces between_pieces_;
   std::vector<Layout> layouts_;
   const std::vector<int64_t> most_owners_;
   Random& random_;

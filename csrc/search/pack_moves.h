@@ -112,22 +112,24 @@ class PackMoves : protected PackState {
   bool stays_near(int64_t k, size_t least) {
     return sends_squares(k) && of_table_[k].size() >= least && random_.unit() < kNear;
   }
-  // A random rank, on a host that owns a piece of part `k` if `near`.
-  int64_t draw_rank(int64_t k, bool near) {
+  // A random rank. If `near`, on the host of the i-th owner of a piece of part `k`, since the i-th owners
+  // of most pieces have the same rows.
+  int64_t draw_rank(int64_t k, int i, bool near) {
     if (!near) return random_.below(W);
     const auto& family = of_table_[k];
     const Piece& x = pieces_[family[random_.below(int64_t(family.size()))]];
-    const auto& ranks = ranks_on_[p_.host_of[x.rank[random_.below(x.owners)]]];
+    const auto& ranks = ranks_on_[p_.host_of[x.rank[i < x.owners ? i : random_.below(x.owners)]]];
     return ranks[random_.below(int64_t(ranks.size()))];
   }
 
-  // The cheapest of several drawn ranks that may own table `k` and do not; -1 if there is none.
-  int64_t pick_rank(int64_t k) {
+  // The cheapest of several drawn ranks that may own table `k` and do not, for the i-th owner of a piece;
+  // -1 if there is none.
+  int64_t pick_rank(int64_t k, int owner) {
     int64_t best = -1;
     double least = 0;
     const bool near = stays_near(k, 1);
     for (int i = 0; i < kDrawn; ++i) {
-      const int64_t r = draw_rank(k, near);
+      const int64_t r = draw_rank(k, owner, near);
       if (!free_for(k, r) || r == best) continue;
       const double h = marginal_cost(r);
       if (best < 0 || h < least) best = r, least = h;
@@ -138,7 +140,7 @@ class PackMoves : protected PackState {
   // Add owners of weight 1 to a piece until it has `wanted` or none is found.
   void pick_owners(Piece& x, int wanted) {
     while (x.owners < wanted) {
-      const int64_t r = pick_rank(x.table);
+      const int64_t r = pick_rank(x.table, x.owners);
       if (r < 0 || std::find(x.rank, x.rank + x.owners, int(r)) != x.rank + x.owners) return;
       x.add_owner(r, 1);
     }
@@ -157,9 +159,9 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks, if
-  // possible of one host if the owners send each other sums of squares. Returns false if there are more
-  // pieces than ranks that may own them.
+  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks. If
+  // the owners send each other sums of squares, the i-th owners of all pieces, which have the same rows,
+  // are on one host if possible. Returns false if there are more pieces than ranks that may own them.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
@@ -173,19 +175,12 @@ class PackMoves : protected PackState {
       x.table = int(k);
       x.width = left - width < kMinColumns ? left : width;
       order.clear();
-      if (sends_squares(k) && !of_table_[k].empty())
-        for (const int64_t r : ranks_on_[p_.host_of[pieces_[of_table_[k].back()].rank[0]]])
-          if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
-      if (int64_t(order.size()) < owners) {
-        order.clear();
-        for (int64_t r = 0; r < W; ++r)
-          if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
-      }
+      for (int64_t r = 0; r < W; ++r)
+        if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
       if (order.empty()) return false;
-      x.owners = int(std::min<size_t>(size_t(owners), order.size()));
-      std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
-      for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
-      x.total = x.owners;
+      std::sort(order.begin(), order.end());
+      if (sends_squares(k) && width < width_[k]) put_near_first(k, owners);
+      for (int i = 0; i < owners && i < int(order.size()); ++i) x.add_owner(order[i].second, 1);
       insert(x);
       const auto price = [&](int64_t r) { marginal_[r] = float(marginal_cost(r)) * unsure(); };
       for (int i = 0; i < x.owners; ++i) {
@@ -195,6 +190,24 @@ class PackMoves : protected PackState {
       left -= x.width;
     }
     return true;
+  }
+
+  // Orders the ranks in `order_`, cheapest first, for the owners of another piece of part `k`: the i-th
+  // is on the host of the last piece's i-th owner if there is a rank left; those of the first piece are
+  // on different hosts, so that each has room for its rows of other pieces.
+  void put_near_first(int64_t k, int owners) {
+    const Piece* last = of_table_[k].empty() ? nullptr : &pieces_[of_table_[k].back()];
+    const auto host_of = [&](const auto& entry) { return p_.host_of[entry.second]; };
+    for (int i = 0; i < owners && i < int(order_.size()); ++i) {
+      const auto begin = order_.begin() + i;
+      const auto fits = [&](const auto& entry) {
+        if (last != nullptr) return i < last->owners && host_of(entry) == p_.host_of[last->rank[i]];
+        return std::none_of(order_.begin(), begin,
+                            [&](const auto& taken) { return host_of(taken) == host_of(entry); });
+      };
+      const auto at = std::find_if(begin, order_.end(), fits);
+      if (at != order_.end()) std::rotate(begin, at, at + 1);
+    }
   }
 
   // Layouts of the tables in the relaxed solution.
@@ -276,7 +289,7 @@ class PackMoves : protected PackState {
     const double before = rank_cost(from, &none_[0], &none_[0]);
     const bool near = stays_near(x.table, 2);
     for (int n = 0; n < kDrawn; ++n) {
-      const int64_t r = draw_rank(x.table, near), c = p_.class_of[r];
+      const int64_t r = draw_rank(x.table, i, near), c = p_.class_of[r];
       if (!free_for(x.table, r)) continue;
       int other = -1;
       const double *there = c == home ? mine : owned(x, i, c, &owned_[G]), *his = &none_[0], *here = his;
@@ -370,7 +383,7 @@ class PackMoves : protected PackState {
     const int i = int(random_.below(x.owners));
     switch (random_.below(5)) {
       case 0: {  // one more owner
-        const int64_t r = pick_rank(x.table);
+        const int64_t r = pick_rank(x.table, x.owners);
         if (r < 0 || x.owners == most) return false;
         x.add_owner(r, 1 + int(random_.below(x.weight[i])));
         break;
@@ -418,7 +431,7 @@ class PackMoves : protected PackState {
     for (const int one : family) {
       Piece x = pieces_[one];
       if (more) {
-        const int64_t r = pick_rank(k);
+        const int64_t r = pick_rank(k, x.owners);
         const int weight = (x.total + x.owners / 2) / x.owners;
         if (r < 0 || x.owners == most || x.total + weight > kMaxWeight) return false;
         x.add_owner(r, weight);

@@ -131,7 +131,8 @@ class PackState {
     if (family_.size() < 2 || !sends_squares(k)) return;
     std::vector<Squares>& now = squares_[k % whole_];
     const size_t first = now.size();
-    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]] / pieces_of(k), now);
+    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]] *
+                                                between_pieces_.of_pair(pieces_of(k)), now);
     for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
   }
   // Column pieces of a table, both parts of it.
@@ -142,8 +143,8 @@ class PackState {
   }
   // Messages and answers per row between the owners of two parts with different candidates.
   double messages_between(int64_t k, int64_t other) const {
-    const double all = pieces_of(k), one = std::max<size_t>(of_table_[k].size(), 1);
-    return 2 * one * (all - one) / all;
+    const double all = pieces_of(k), one = double(std::max<size_t>(of_table_[k].size(), 1));
+    return 2 * one * (all - one) * between_pieces_.of_pair(all);
   }
   // The owners of a row in the two parts are independent, and all ranks own equally many rows.
   void settle_parts(int64_t table, double messages) {

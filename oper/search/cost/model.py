@@ -84,10 +84,10 @@ class CostModel:
         #: that pushing adds only the headers of partial sums.
         self.push_us = self.costs.phase_us * (0.5 if REQUEST in self.phases else 1.0)
         m = self.machine
-        self._has_far = bool((m.num_near < m.world_size).any())
+        self._one_host = bool((m.num_host == m.world_size).all())
         #: Microseconds that a plan pays for exchanging any sums of squares: headers and sums, and
-        #: between memory domains the totals.
-        self.split_us = self.costs.phase_us * (1.5 if self._has_far else 1.0)
+        #: between hosts the totals.
+        self.split_us = self.costs.phase_us * (1.0 if self._one_host else 1.5)
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.
         self.has_local = m.local_groups(self.phases)
@@ -327,7 +327,7 @@ class CostModel:
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
         units = total.units
         if self.sends_squares(t) and len(pieces) > 1:
-            sent = expected_squares(t, pieces, self.machine.world_size, ordered)
+            sent = expected_squares(t, pieces, self.machine.world_size, ordered, self._one_host)
             squares = np.zeros((len(self.phases), len(TERMS), self.machine.world_size))
             transfer(squares[self.update_phase], sent, sent, self.machine, False)
             add_wire(squares, self.machine)
@@ -340,7 +340,8 @@ class CostModel:
 
     def sends_squares(self, t: TableProblem) -> bool:
         """Whether they send them in messages; ranks of one memory domain read each other's."""
-        return self.exchanges_squares(t) and self._has_far
+        return self.exchanges_squares(t) and bool((self.machine.num_near
+                                                   < self.machine.world_size).any())
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:

@@ -94,7 +94,8 @@ class RealizedLoad:
                 own += self._piece(t, piece, placed, batches, exchange)
             split = len(pieces) > 1 and self.model.exchanges_squares(t)
             if split:
-                squares += sent_squares(pieces, np.unique(np.concatenate([b.ids for b in batches])))
+                squares += sent_squares(pieces, np.unique(np.concatenate([b.ids for b in batches])),
+                                        self.problem.topology.num_hosts == 1)
             rows += self.model.whole_table(
                 entry.pieces, own, np.array([b.ids.size for b in batches], float),
                 np.array([b.num_bags for b in batches], float), split)

@@ -7,6 +7,7 @@ domains sends; the result equals `ShardedTables.sent_bytes`, byte for byte.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import permutations
 
 import numpy as np
 
@@ -171,18 +172,25 @@ class WireReplay:
                 number > 0, 4 * (number + 1) + _words(number, 8 * sizes.row), 0)
 
 
-def sent_squares(pieces: Sequence[Placed], touched: np.ndarray) -> np.ndarray:
+def sent_squares(pieces: Sequence[Placed], touched: np.ndarray, one_host: bool = False
+                 ) -> np.ndarray:
     """Bytes of one exchange of sums of squares between the owners of a table's column pieces: to
-    the owner of each row's `summing_piece`, and totals back.
+    the owner of each row's `summing_piece`, and totals back; on one host, to all owners.
 
     Args:
         pieces: the column pieces of one table.
         touched: int64 [n], distinct ids in all ranks' batches.
+        one_host: whether all ranks are on one host.
 
     Returns:
-        int64 [W, W], by sender and receiver; bytes within a memory domain are not sent.
+        int64 [W, W], by source and destination; bytes within a memory domain are not sent.
     """
     owners = np.array([p.resolve(touched)[1] for p in pieces])
+    if one_host:
+        out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
+        for one, other in permutations(owners, 2):
+            np.add.at(out, (one, other), SQUARE_BYTES)
+        return out
     summing = summing_piece(pieces[0].directory.position_of(touched), len(pieces))
     summed_by = owners[summing, np.arange(touched.size)]
     out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
