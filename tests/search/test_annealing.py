@@ -148,15 +148,20 @@ def test_equal_seeds_give_equal_layouts() -> None:
 
 @pytest.mark.parametrize("slow", [0, 4])
 def test_a_continued_run_is_never_worse(slow: int) -> None:
-    annealed = _annealing(problem(12, 4, gpus(16, slow=slow), allow=EVERYTHING))
-    first = annealed.run(2_000, 0.0, 1)
-    same = annealed.run(0, 0.0, 2, start=first)
-    assert same.step_us == pytest.approx(first.step_us, rel=1e-5)  # loads are added up in float32
-    assert same.parts == first.parts
-    assert same.units == pytest.approx(first.units, abs=1)
-    longer = annealed.run(40_000, 0.0, 2, start=first)
-    assert longer.step_us < first.step_us and longer.num_moves == 40_000
-    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # the start is not modified
+    better = 0
+    for seed in range(4, 8):
+        annealed = _annealing(problem(12, seed, gpus(16, slow=slow), allow=EVERYTHING))
+        first = annealed.run(2_000, 0.0, 1)
+        same = annealed.run(0, 0.0, 2, start=first)
+        # Loads are added up in float32.
+        assert same.step_us == pytest.approx(first.step_us, rel=1e-5)
+        assert same.parts == first.parts
+        assert same.units == pytest.approx(first.units, abs=1)
+        longer = annealed.run(40_000, 0.0, 2, start=first)
+        assert longer.step_us <= first.step_us and longer.num_moves == 40_000
+        better += longer.step_us < first.step_us
+        assert annealed.run(2_000, 0.0, 1).parts == first.parts  # the start is not modified
+    assert better >= 2
 
 
 def test_search_stops_at_goal_and_time_limit() -> None:

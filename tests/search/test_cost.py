@@ -195,9 +195,17 @@ def test_columns_split_bytes_but_not_ids():
         [3 * ids * REQUEST + stated.tables[0].traffic.num_bags * 32] * 2)
     assert split.phases[0].units[Term.LINK_IN, 3] == pytest.approx(
         whole.phases[0].units[Term.LINK_IN, 3])
-    # Row-wise Adagrad must add up squared gradients over the pieces: half as many exchanges again
-    # as a phase has, with the totals that return.
-    assert split.phases[2].fixed_us == 2.5 * whole.phases[2].fixed_us
+
+
+@pytest.mark.parametrize("per_host, barriers", [(4, 1.0), (2, 1.5)])
+def test_adding_up_squares_costs_a_barrier_and_between_hosts_another_exchange(per_host, barriers):
+    stated = flat(gpus(4, per_host=per_host))
+    pieces = tuple(Piece(8 * k, 8 * k + 8, (Tier(0, 64, "owned", (k,), mode="push"),))
+                   for k in range(2))
+    split, whole = (
+        {p.name: p.fixed_us for p in evaluate(plan_of(stated, pieces=x), stated).phases}["update"]
+        for x in (pieces, (replace(pieces[0], stop=16),)))
+    assert split == pytest.approx(whole + barriers * stated.topology.costs.phase_us)
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -484,14 +492,14 @@ def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
 @pytest.mark.parametrize("per_host", [1, 3])
 def test_sums_of_squares_between_owners_of_columns_are_the_means_of_drawn_batches(per_host):
     """The owners of a touched row's pieces send 4 bytes to the owner of one of them, any with equal
-    probability, and get 4 bytes back."""
+    probability, and get 4 bytes back. On one host, each reads 4 bytes from all others."""
     stated, *law = case("even", per_host=per_host)
     stripe, rest = Tier(0, 16, "striped", (1, 2)), Tier(16, 40, "owned", (0,))
-    pushed = replace(stripe, mode="push")
+    pushed = replace(stripe, ranks=(2, 1, 0), mode="push")
     pieces = (Piece(0, 2, (Tier(0, 40, "owned", (0,)),)), Piece(2, 4, (stripe, rest)),
               Piece(4, 8, (pushed, replace(rest, ranks=(2,)))))
     owner = np.zeros((3, NUM_ROWS), int)
-    owner[1, :16] = owner[2, :16] = np.where(np.arange(16) % 2 == 0, 1, 2)
+    owner[1, :16], owner[2, :16] = np.resize((1, 2), 16), np.resize((2, 1, 0), 16)
     owner[2, 16:] = 2
 
     def links(optimizer):
@@ -509,8 +517,13 @@ def test_sums_of_squares_between_owners_of_columns_are_the_means_of_drawn_batche
         sent, received = np.zeros((2, DRAWS))
         for row in range(NUM_ROWS):
             for summing, other in itertools.permutations(owner[:, row], 2):
-                if summing != other and rank in (summing, other):
+                if summing == other or rank not in (summing, other):
+                    continue
+                if per_host == 1:
                     sent += 4 / 3 * touched[:, row]
                     received += 4 / 3 * touched[:, row]
+                else:
+                    sent += 4 * (rank == other) * touched[:, row]
+                    received += 4 * (rank == summing) * touched[:, row]
         close(used[0, rank], sent)
         close(used[1, rank], received)
