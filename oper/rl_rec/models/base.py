@@ -257,19 +257,24 @@ class NegativeSampler:
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy of a softmax over all items, float32 [N].
+        """Compute the cross-entropy of each prediction against its item, float32 [N].
 
-        ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with ``s(i) =
-        <q, row_i>`` and ``log E_j`` from `log_expected`. The sum estimates that over all other
-        items without bias (importance sampling, Bengio and Senecal 2008; the logQ correction). With
-        ``count = 0`` the loss is exact.
+        With the score ``s(i) = <query, row of item i>``, the loss of a prediction with item ``y``
+        is::
+
+            log(exp(s(y)) + sum over drawn j != y of exp(s(j) - log_expected(j))) - s(y)
+
+        With ``count = 0``, all items are drawn and ``log_expected`` is 0: the loss is the
+        cross-entropy of the softmax over all items. Otherwise, the sum is an unbiased estimate of
+        the sum of ``exp(s(j))`` over all items other than ``y`` (importance sampling, Bengio and
+        Senecal 2008; also known as logQ correction).
 
         Args:
-            queries: q of each prediction, float32 [N, D].
-            targets: ids y, int64 [N].
-            target_rows: their rows, float32 [N, D].
-            drawn: ids j, int64 [n].
-            drawn_rows: their rows, float32 [n, D].
+            queries: vector of each prediction, float32 [N, D].
+            targets: id of the item ``y`` of each prediction, int64 [N].
+            target_rows: embedding row of each ``y``, float32 [N, D].
+            drawn: ids from `draw`, the same for all predictions, int64 [n].
+            drawn_rows: embedding row of each drawn id, float32 [n, D].
         """
         wanted = (queries * target_rows).sum(dim=1, keepdim=True)
         others = queries @ drawn_rows.T - self.log_expected(drawn)
