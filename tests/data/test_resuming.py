@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError
+from oper.support.locks import exclusive
 from tests import forked
 from tests.data.loader_support import digest
 from tests.support import counts_by, wait_for
@@ -96,6 +98,56 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
             preprocess(KAGGLE, [log], target, replace(SMALL, num_workers=int(workers)))
         assert digest(target) == digest(tmp_path / "undisturbed")
     assert kills >= 8
+
+
+# Kills itself at the given event while it removes the work folder of the finished output.
+KILLED_AT_END = """
+import os, signal, sys
+from oper.data import *
+def hook(event, args):
+    if event == sys.argv[3] and ".out.work" in str(args[0]) and os.path.exists(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessOptions(
+    unit_bytes=20_000, row_group_rows=64, part_rows=128))
+"""
+
+
+@pytest.mark.parametrize("event", ["os.rename", "shutil.rmtree"])
+def test_later_runs_remove_what_a_killed_one_left_beside_its_output(
+    tmp_path: Path, log: str, event: str
+) -> None:
+    target = tmp_path / "out"
+
+    def left() -> set[str]:
+        return {p.name for p in tmp_path.glob(".out.*")}
+
+    def kill() -> None:
+        done = forked.run("-c", KILLED_AT_END, log, str(target), event)
+        assert done.returncode == -signal.SIGKILL and target.exists()
+        assert ".out.lock" in left() and len(left()) == 2
+
+    kill()
+    whole, before = digest(target), left()
+    with ThreadPoolExecutor() as pool:
+        # A process that holds the lock may be removing the folder: then it is not touched.
+        with exclusive(tmp_path / ".out.lock"):
+            again = pool.submit(preprocess, KAGGLE, [log], target, SMALL)
+            time.sleep(0.2)
+            assert left() == before
+        again.result()
+    assert not left() and digest(target) == whole
+    shutil.rmtree(target)
+    kill()
+    with pytest.raises(InvalidInputError, match="--force"):  # of another job, which changes nothing
+        preprocess(KAGGLE, [log], target, replace(SMALL, max_rows=100))
+    preprocess(KAGGLE, [log], target, replace(SMALL, force=True))
+    assert not left() and digest(target) == whole
+    shutil.rmtree(target)
+    kill()
+    shutil.rmtree(target)
+    preprocess(KAGGLE, [log], target, SMALL)
+    assert not left() and digest(target) == whole
 
 
 # Reads one unit, then waits for the file `go`.

@@ -21,7 +21,7 @@ from oper.data.preprocessing.manifest import describe
 from oper.data.preprocessing.sharing import is_done, share
 from oper.data.preprocessing.spec import JobSpec
 from oper.data.preprocessing.staging import Stage, kinds_of, too_many_bad
-from oper.data.preprocessing.workfolder import WorkFolder
+from oper.data.preprocessing.workfolder import OUT, WorkFolder
 from oper.data.preprocessing.writing import (
     Split,
     Writer,
@@ -119,9 +119,9 @@ class Job(JobSpec):
 
     def _begin(self, work: Path) -> None:
         needs = self._estimate()
-        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS),
-                     *([] if self.options.raw_ids else ["out/vocabulary"]),
-                     *(["out/unseen"] if self.finished else [])):
+        for name in ("stage", "tasks", *(f"{OUT}/{s}" for s in SPLITS),
+                     *([] if self.options.raw_ids else [f"{OUT}/vocabulary"]),
+                     *([f"{OUT}/unseen"] if self.finished else [])):
             (work / name).mkdir(parents=True)
         write_text(work / _PLAN, json.dumps(asdict(needs)))
 
@@ -242,10 +242,10 @@ class Job(JobSpec):
                 values, counts = values[new], counts[new]
             merger.add(values, counts)
             num_missing += found.num_missing
-        target = self.work / "out" / "vocabulary" / f"{name}.parquet"
+        target = self.work / OUT / "vocabulary" / f"{name}.parquet"
         if self.finished is not None and known is not None:
             shutil.copyfile(self.finished.file(name), target)
-            unseen = self.work / "out" / "unseen" / f"{name}.parquet"
+            unseen = self.work / OUT / "unseen" / f"{name}.parquet"
             has_missing = known.facts.missing_id or known.facts.hashed
             num_values, num = write_unseen(unseen, merger, 0 if has_missing else num_missing)
             self.stage.note(f"unseen-{column:03d}.json", {
@@ -268,7 +268,7 @@ class Job(JobSpec):
 
     def _write(self, k: int, split: Split) -> None:
         """Write the k-th unit (split by rows) or the k-th span of time (split by time)."""
-        writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
+        writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / OUT,
                         self.options)
         self.stage.note(f"{k:06d}.rows.json", writer.write_unit(k, self._first_rows[k])
                         if split.by == "rows" else
@@ -276,7 +276,7 @@ class Job(JobSpec):
 
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)
-        write_text(self.work / "out" / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        write_text(self.work / OUT / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         self.folder.finish(self._put)
 
     def _put(self) -> None:
@@ -285,7 +285,7 @@ class Job(JobSpec):
         self.check_target()
         if self.target.exists():
             os.rename(self.target, self.work / "replaced")
-        os.rename(self.work / "out", self.target)
+        os.rename(self.work / OUT, self.target)
 
     def _tables(self) -> dict[str, dict[str, Any]]:
         """Return the manifest's ``tables``: facts about the values of each sparse column."""

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
 from oper.data.preprocessing.spec import JobSpec
+from oper.data.preprocessing.workfolder import OUT
 from oper.data.preprocessing.writing import Split
 from oper.data.reading import store
 from oper.data.reading.rows import MAX_EXAMPLES
@@ -66,7 +67,7 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
         "synthetic": any(i.get("synthetic") for i in inputs),
         "inputs": inputs,
         "rows": rows, "row_group_rows": options.row_group_rows,
-        "parts": parts_of(job.work / "out"),
+        "parts": parts_of(job.work / OUT),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
@@ -104,7 +105,7 @@ def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
         return f"raw ids; hashes of texts: {', '.join(hashed) or 'none'}"
     if job.options.hash_rows is not None:
         return f"hashes, {job.options.hash_rows} rows"
-    return numbering_of(job.work / "out" / "vocabulary")
+    return numbering_of(job.work / OUT / "vocabulary")
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],

@@ -152,6 +152,7 @@ def _job(recipe: Recipe, inputs: Sequence[str], output: str, target: Path,
 def _run(job: Job) -> dict[str, Any]:
     """Run a job; returns the existing manifest, without work, if its output is there."""
     options = job.options
+    job.folder.clean()
     if job.is_there():
         # Another process has finished this job in the meantime, or the command was repeated.
         _log.info("%s already exists, with the same inputs and settings", job.target)

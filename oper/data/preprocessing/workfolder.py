@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -25,6 +26,7 @@ from oper.support.locks import exclusive, lock_if_free
 
 _log = logging.getLogger(__name__)
 _ABOUT = "job.json"
+OUT = "out"  # the output, until it is moved to its place
 _VERSION = 2  # of the folder's files; increase it if work of earlier code cannot be continued
 
 
@@ -59,10 +61,11 @@ class WorkFolder:
         with self.exclusive():
             about = self._about()
             if not self._is_ours(about):
-                is_older = about.get("job") == self._job
-                self._check_unused(about, force or is_older)
-                if is_older:
-                    _log.info("%s is of another release: starting from scratch", self.path)
+                is_spent = about.get("job") == self._job
+                self._check_unused(about, force or is_spent)
+                if is_spent:
+                    _log.info("%s is of another release, or its output has been moved: starting "
+                              "from scratch", self.path)
                 self._make(begin)
             used = self._use()
         try:
@@ -97,9 +100,24 @@ class WorkFolder:
             put()
             self._remove()
 
+    def clean(self) -> None:
+        """Remove what a process of this job has left that was killed after the output was in place,
+        if the folder of the output can be written."""
+        if self._lock.exists() or self.path.exists() or self._waste():
+            with contextlib.suppress(OSError), self.exclusive():
+                about = self._about()
+                if about.get("job") == self._job and not self._is_ours(about) and (
+                        not self._is_used()):
+                    self._remove()
+                self._remove_waste()
+
+    @property
+    def _lock(self) -> Path:
+        return self._target.parent / f".{self._target.name}.lock"
+
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Exclude other processes from opening or removing the folder and replacing the output."""
-        return exclusive(self._target.parent / f".{self._target.name}.lock")
+        return exclusive(self._lock)
 
     def _about(self) -> dict[str, Any]:
         """Read job, host and process that created the folder; empty if it does not exist."""
@@ -112,8 +130,9 @@ class WorkFolder:
         return found
 
     def _is_ours(self, about: dict[str, Any]) -> bool:
-        """Whether this job can use the folder's files."""
-        return about.get("job") == self._job and about.get("version") == _VERSION
+        """Whether this job can use the folder's files, whose output has not been moved away."""
+        return (about.get("job") == self._job and about.get("version") == _VERSION
+                and (self.path / OUT).is_dir())
 
     def _use(self) -> BinaryIO:
         """Mark the folder as in use until the returned file is closed."""
@@ -153,8 +172,16 @@ class WorkFolder:
 
     def _remove(self) -> None:
         """Remove the folder, renamed first so that other processes no longer find it."""
-        waste = self.path.with_name(f"{self.path.name}.{os.getpid()}.{time.monotonic_ns()}")
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, waste)
-        for _ in range(3):  # another process may add a file that it was about to create
-            shutil.rmtree(waste, ignore_errors=True)
+            os.rename(self.path, f"{self.path}.{os.getpid()}.{time.monotonic_ns()}")
+        self._remove_waste()
+
+    def _waste(self) -> list[Path]:
+        """Return folders that are being removed. Locked by `exclusive`, no process removes them."""
+        name = re.compile(rf"{re.escape(self.path.name)}\.\d+\.\d+")
+        return [x for x in self.path.parent.glob(".*") if name.fullmatch(x.name)]
+
+    def _remove_waste(self) -> None:
+        for folder in self._waste():
+            for _ in range(3):  # another process may add a file that it was about to create
+                shutil.rmtree(folder, ignore_errors=True)
