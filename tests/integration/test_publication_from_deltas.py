@@ -245,6 +245,8 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
     lambda arrays, meta: arrays.update(state=arrays["state"][:0]),
     lambda arrays, meta: arrays.update({"0.ids": np.array(3)}),
     lambda arrays, meta: arrays.update({"0.ids": np.tile(arrays["0.ids"], 2)}),
+    lambda arrays, meta: arrays.update({"0.rows": arrays["0.rows"].astype(np.int16)}),
+    lambda arrays, meta: arrays.update({"0.rows": arrays["0.rows"].astype(np.float64)}),
     lambda arrays, meta: meta.update(time_us="x"),
     lambda arrays, meta: meta["items"][0].__setitem__(3, [])])
 def test_intact_files_with_other_contents_are_refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from oper.errors import FileFormatError
 from oper.integration.checkpoint.delta_files import (
@@ -26,7 +28,7 @@ from oper.integration.checkpoint.delta_files import (
     look,
     open_part,
 )
-from oper.integration.checkpoint.files import place_of
+from oper.integration.checkpoint.files import METADATA, CheckpointReader, place_of
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.counters.changes import EXPIRED
 from oper.support.files import ArrayFile
@@ -90,6 +92,7 @@ class Follower:
     def _begin(self) -> None:
         self._next, self._step = 0, -1
         self._refused = ""
+        self._types: dict[str, set[torch.dtype]] | None = None  # see `_types_of`
 
     @staticmethod
     def _stamp(path: Path) -> tuple[Any, ...]:
@@ -128,6 +131,8 @@ class Follower:
             base = base_of(place)
             if base != self._seen[-1]:
                 return  # a new checkpoint has just replaced it
+            if self._types is None:
+                self._types = _types_of(place)
             folder = folder_of(place_of(place)) / base
             while (at := folder / f"{self._next:06d}").is_dir():
                 delta = look(at, self._next)
@@ -189,30 +194,38 @@ class Follower:
                 raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
                                       "rows and a state",
                                       "wait for the next full checkpoint") from error
-        return Change(delta.number, delta.step, made / 1e6, _Rows(what, places, self.refuse),
-                      dense, {table: _joined_keys(items) for table, items in keys.items()})
+        rows = _Rows(what, places, self._types or {}, self.refuse)
+        return Change(delta.number, delta.step, made / 1e6, rows, dense,
+                      {table: _joined_keys(items) for table, items in keys.items()})
 
 
 class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
     """Maps tables to a delta's rows, which every access reads from the open files.
 
-    Damaged rows raise FileFormatError and end the chain.
+    Damaged rows, and rows of another type than in the checkpoint that the delta extends, raise
+    FileFormatError and end the chain.
 
     Args:
         what: beginning of error messages.
         places: by table and first column, the files and the number of the item in each.
+        types: as `_types_of` returns them.
         refuse: called with the error's text if rows are damaged.
     """
 
     def __init__(self, what: str, places: dict[str, dict[int, list[tuple[ArrayFile, int]]]],
-                 refuse: Callable[[str], None]) -> None:
-        self._what, self._places, self._refuse = what, places, refuse
+                 types: dict[str, set[torch.dtype]], refuse: Callable[[str], None]) -> None:
+        self._what, self._places, self._types, self._refuse = what, places, types, refuse
 
     def __getitem__(self, table: str) -> tuple[np.ndarray, torch.Tensor]:
         places = self._places[table]
         try:
             pieces = {column: [(file.read(f"{k}.ids").astype(np.int64), _floats(
                 file.read(f"{k}.rows"))) for file, k in found] for column, found in places.items()}
+            wanted = self._types.get(table)
+            for values in (v for found in pieces.values() for _, v in found):
+                if wanted and values.dtype not in wanted:
+                    raise TypeError(f"values of {values.dtype}, and {', '.join(map(str, wanted))} "
+                                    "in the checkpoint")
             return _joined(self._what, table, pieces)
         except _MALFORMED as error:
             damaged = FileFormatError(self._what, f"rows of table {table!r}",
@@ -254,10 +267,27 @@ def _joined_keys(items: list[_KeyItem]) -> KeyChange:
                      np.concatenate([is_held, np.zeros(more.size, bool)]))
 
 
+def _types_of(checkpoint: Path) -> dict[str, set[torch.dtype]]:
+    """Return the types of the weights of a checkpoint by the name of their module or table; a name
+    that several paths end with has those of all of them. Raises FileNotFoundError if it has been
+    removed."""
+    (checkpoint / METADATA).stat()
+    found: dict[str, set[torch.dtype]] = {}
+    for key, value in CheckpointReader(checkpoint).read_metadata().state_dict_metadata.items():
+        name, _, last = key.rpartition(".")
+        if last == "weight" and isinstance(value, TensorStorageMetadata):
+            # As in a plan, with or without the module's path; see `Target.keys`.
+            for end in {name, re.sub(r"\.embedding(_bag)?s\.", ".", name)}:
+                while end:
+                    found.setdefault(end, set()).add(value.properties.dtype)
+                    end = end.partition(".")[2]
+    return found
+
+
 def _floats(rows: np.ndarray) -> torch.Tensor:
     """Undo `delta_files.rows_to_numpy`."""
     found = torch.from_numpy(rows)
-    return found if found.dtype.is_floating_point else found.view(torch.bfloat16)
+    return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
 
 
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
