@@ -22,13 +22,20 @@ _DUTIES: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakK
 
 def in_child(held: _T, do: Callable[[_T], object]) -> None:
     """Call ``do(held)`` at the beginning of every process that is forked from this one while `held`
-    exists; `do` must not refer to it."""
+    exists; `do` must not refer to it. If calls fail, the others are made nonetheless; Python then
+    passes the first error to ``sys.unraisablehook``, which prints it, and the child continues."""
     _DUTIES[held] = do
 
 
 def _begin_child() -> None:
+    first: Exception | None = None
     for held, do in list(_DUTIES.items()):
-        do(held)
+        try:
+            do(held)
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 os.register_at_fork(after_in_child=_begin_child)
