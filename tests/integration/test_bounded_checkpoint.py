@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -240,12 +241,36 @@ def test_rows_on_demand_need_a_planner(tmp_path: Path) -> None:
         pass
 
 
+def test_folders_of_others_next_to_a_checkpoint_are_not_removed(tmp_path: Path) -> None:
+    model, folder = sharded(1, 0), tmp_path / "c"
+    oper.save_checkpoint(folder, model, extra={"which": 1})
+    for name in ("c.saving", "c.previous"):
+        other = tmp_path / name
+        for make in (lambda other: other.mkdir() or (other / "mine.txt").touch(),
+                     Path.touch, lambda other: other.symlink_to(tmp_path / "c")):
+            make(other)
+            before = sorted(tmp_path.rglob("*"))
+            with pytest.raises(InvalidInputError, match=rf"{name}'.*choose another folder"):
+                oper.save_checkpoint(folder, model, extra={"which": 2})
+            assert sorted(tmp_path.rglob("*")) == before
+            other.unlink() if other.is_symlink() or other.is_file() else shutil.rmtree(other)
+    assert oper.load_checkpoint(folder, model) == {"which": 1}
+    # What a save that was killed leaves is removed, at any time.
+    for part in (["__0_0.distcp"], ["__0_0.distcp", ".metadata.tmp"], [".metadata"],
+                 [".metadata", ".checksums.oper.x1_z.tmp"]):
+        (tmp_path / "c.saving").mkdir()
+        for name in part:
+            (tmp_path / "c.saving" / name).touch()
+        oper.save_checkpoint(folder, model, extra={"which": 3})
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
 def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     model = sharded(1, 0)
     with pytest.raises(InvalidInputError, match="complete checkpoint"):
         oper.load_checkpoint(tmp_path, model)
     (tmp_path / "mine.txt").write_text("not a checkpoint")
-    with pytest.raises(OperError, match="is not a checkpoint"):
+    with pytest.raises(InvalidInputError, match="it is not a checkpoint"):
         oper.save_checkpoint(tmp_path, model)
     assert (tmp_path / "mine.txt").read_text() == "not a checkpoint"
     small = torch.nn.Sequential(torch.nn.Embedding(5, 8))

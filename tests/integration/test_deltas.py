@@ -195,6 +195,19 @@ def test_deltas_of_another_checkpoint_are_ignored(chain: Path, tmp_path: Path) -
     assert len(list((tmp_path / "x" / "c.deltas").iterdir())) == 1  # of the new one
 
 
+def test_other_files_among_the_deltas_are_left(chain: Path, tmp_path: Path) -> None:
+    shutil.copytree(chain.parent, tmp_path / "x")
+    folder = tmp_path / "x" / "c.deltas"
+    (folder / "mine").mkdir()
+    (folder / "notes.txt").touch()
+    before = {p.name for p in folder.iterdir()}
+    model = sharded(1, 3)
+    with DeltaCheckpoints(tmp_path / "x" / "c", model, fused(model)) as saver:
+        saver.save_full(5)
+    after = {p.name for p in folder.iterdir()}
+    assert before & after == {"mine", "notes.txt"} and len(after) == 3
+
+
 def test_the_previous_checkpoint_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
     """As after a crash between the two renames of a full checkpoint."""
     shutil.copytree(chain.parent, tmp_path / "x")

@@ -13,9 +13,11 @@ and ``expired`` slots are in the form of `keys_to_numpy`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,7 @@ from oper.support.files import ArrayFile, read_arrays, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
+_BASE = re.compile(r"[0-9a-f]{8}-\d+")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
 _NO_CLOCK = (1 << 32) - 1  # of an empty record
 KEY_BYTES = 20  # of a record in a file
@@ -85,6 +88,19 @@ def base_of(checkpoint: Path) -> str:
 def folder_of(checkpoint: Path) -> Path:
     """Return the folder of a checkpoint's deltas."""
     return checkpoint.with_name(checkpoint.name + ".deltas")
+
+
+def remove_deltas(checkpoint: Path, but: str = "") -> None:
+    """Remove the deltas of the checkpoints that were saved to a folder, except those of base `but`.
+
+    Other files in the folder of deltas are left.
+    """
+    folder = folder_of(checkpoint)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _BASE.fullmatch(path.name) and path.name != but:
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # it is not empty, or a link
+        folder.rmdir()
 
 
 def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],

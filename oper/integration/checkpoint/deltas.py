@@ -34,6 +34,7 @@ from oper.integration.checkpoint.delta_files import (
     folder_of,
     keys_to_numpy,
     pack_state,
+    remove_deltas,
     rows_to_numpy,
     write_part,
 )
@@ -128,9 +129,7 @@ class DeltaCheckpoints:
         def clear() -> None:
             kept = self._folder
             assert kept is not None
-            for path in kept.parent.iterdir() if kept.parent.is_dir() else ():
-                if path != kept:
-                    shutil.rmtree(path)
+            remove_deltas(self._place, kept.name)
             for path in kept.iterdir() if kept.is_dir() else ():
                 if path.is_dir() and (not path.name.isdigit() or int(path.name) >= number):
                     shutil.rmtree(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +40,10 @@ from oper.integration.checkpoint.files import (
     CheckpointReader,
     check_files,
     place_of,
-    present_and_previous,
     sum_of,
     write_checksums,
 )
+from oper.integration.checkpoint.folders import Folders, complete
 from oper.integration.checkpoint.late_states import (
     add_missing,
     missing_states,
@@ -73,7 +72,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     Collective. The checkpoint is written next to `folder` and renamed when complete: after a crash
     at any time, `load_checkpoint` can load the previous one. The folder must be on a file system
-    that all ranks share. The checkpoint contains a CRC-32 of every file.
+    that all ranks share. The checkpoint contains a CRC-32 of every file. During a save, the folders
+    ``FOLDER.saving`` and ``FOLDER.previous`` are used.
 
     Args:
         folder: the folder to write; an existing checkpoint there is replaced. A symbolic link
@@ -89,7 +89,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         chunk_bytes: maximum size of the chunks in which rows are copied and written.
 
     Raises:
-        InvalidInputError: a value is neither a tensor nor plain.
+        InvalidInputError: a value is neither a tensor nor plain, or one of these folders holds
+            something else than a checkpoint or its files.
         OperError: a rank could not write.
         PeerLostError, DeadlineError: a rank has exited or did not arrive in time.
 
@@ -105,16 +106,15 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
             chunk_bytes: int) -> None:
     """Save (model, optimizer, extra) as `save_checkpoint` does, on the given ranks."""
     model, optimizer, extra = what
-    aside = path.with_name(path.name + ".saving")
-    before = present_and_previous(path)[1]
-    ranks.step(lambda: _make_room(path, aside, before) if ranks.first else None)
+    folders = Folders(path)
+    ranks.step(lambda: folders.make_room() if ranks.first else None)
     with rows_on_demand(chunk_bytes):
         names = {path: optimizer_names(t) for path, t in _trained(_inner(model)).items()}
         state = (state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
                  | ({_OPTIMIZERS: names} if any(names.values()) else {}))
         ranks.step(lambda: check_readable("cannot save a checkpoint", state))
-        _write(state, aside, ranks)
-    ranks.step(lambda: _put_in_place(path, aside, before) if ranks.first else None)
+        _write(state, folders.saving, ranks)
+    ranks.step(lambda: folders.put_in_place() if ranks.first else None)
 
 
 def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -475,49 +475,3 @@ def _stored_extra(metadata: Metadata) -> dict[str, Any]:
             continue
         set_element(places, keys, placeholder(metadata, name))
     return dict(places.get("extra", {}))
-
-
-# ---- folders -------------------------------------------------------------------------------------
-
-
-def _make_room(path: Path, aside: Path, before: Path) -> None:
-    if path.exists() and not (path / METADATA).exists() and any(path.iterdir()):
-        raise OSError(f"{path} is not a checkpoint: choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not (path / METADATA).exists() and (before / METADATA).exists():
-        before.rename(path)  # after a crash between the two renames of `_put_in_place`
-    for left in (aside, before):
-        if left.exists():
-            shutil.rmtree(left)
-
-
-def _put_in_place(path: Path, aside: Path, before: Path) -> None:
-    if path.exists():
-        path.rename(before)
-    aside.rename(path)
-    _sync(path.parent)
-    if before.exists():
-        shutil.rmtree(before)
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def complete(path: Path) -> Path:
-    """Return `path` if it is a complete checkpoint, else the folder of the previous checkpoint.
-
-    Raises:
-        InvalidInputError: neither is complete.
-    """
-    for candidate in present_and_previous(path):
-        if (candidate / METADATA).exists():
-            return candidate
-    raise InvalidInputError("cannot load a checkpoint", "folder", str(path),
-                            f"a complete checkpoint with {METADATA}",
-                            "name the folder that save_checkpoint wrote")
