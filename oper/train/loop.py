@@ -32,7 +32,7 @@ from oper.train.resume import (
     STATE,
     Checkpoints,
     cut_metrics,
-    forget_checkpoint,
+    forgotten,
     has_checkpoint,
 )
 from oper.train.tasks import Task, make_task, progress_bar
@@ -67,12 +67,13 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         OperError: the data cannot be read, the configuration is invalid, or a peer has exited.
     """
     rank, world_size = ranks()
+    out = Path(config.out)
+    goes_on = resume and has_checkpoint(out)
+    old = None if goes_on else forgotten(out)
     task = make_task(config)
     total = _total(config, task)
     engine = task.engine()
-    out = Path(config.out)
     done = 0
-    goes_on = resume and has_checkpoint(out)
     checkpoints = Checkpoints(engine, config) if (
         goes_on or config.checkpoint_every or config.start) else None
     with _peer_errors(engine):
@@ -84,7 +85,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
             if config.start and checkpoints:
                 checkpoints.start_from(config.start)
             if rank == 0:
-                forget_checkpoint(out)
+                if old is not None:
+                    old.remove()
                 # Otherwise a server would take an earlier run's state for this run's.
                 (out / STATE).unlink(missing_ok=True)
     metrics = _MetricsFile(out if rank == 0 else None, {

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 
 from oper.data import Folder
-from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
+from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, require
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
-from oper.integration.checkpoint.files import METADATA, present_and_previous
+from oper.integration.checkpoint.files import METADATA, place_of, present_and_previous
+from oper.integration.checkpoint.folders import Folders
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
 from oper.support.files import read_json, write_text
@@ -38,15 +38,27 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
     return any((x / METADATA).exists() for x in present_and_previous(Path(out) / CHECKPOINT))
 
 
-def forget_checkpoint(out: str | os.PathLike[str]) -> None:
-    """Remove an earlier run's checkpoint, from which this run could otherwise resume."""
-    place = Path(out) / CHECKPOINT
-    if place.is_symlink():  # to a folder that may belong to others
-        place.unlink()
-    for suffix in ("", ".previous", ".saving", ".deltas"):
-        folder = Path(out) / f"{CHECKPOINT}{suffix}"
-        if folder.is_dir():
-            shutil.rmtree(folder)
+def forgotten(out: str | os.PathLike[str]) -> Folders | None:
+    """Return the folders of an earlier run's checkpoint, from which this run could otherwise
+    resume, for their removal; None if there is nothing to remove.
+
+    If ``out/checkpoint`` is a symbolic link, this run saves its checkpoints in the link's target,
+    as `oper.save_checkpoint` does. Neither the link nor its target is removed: a checkpoint there
+    may belong to another run.
+
+    Raises:
+        InvalidInputError: there is a checkpoint in the target of a link; or the folders hold
+            something else than a checkpoint.
+    """
+    what, place = "cannot start a new run", Path(out) / CHECKPOINT
+    if place.is_symlink():
+        require(what, f"remove it, if no other run uses it, or the link {str(place)!r}",
+                ("checkpoint", str(place_of(place)), not has_checkpoint(out),
+                 "none in the target of a symbolic link"))
+        return None
+    folders = Folders(place_of(place))
+    folders.check(what)
+    return folders
 
 
 class Checkpoints:

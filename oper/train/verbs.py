@@ -97,7 +97,7 @@ def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
             raise InvalidInputError("cannot resume", "out", out, "a folder with a checkpoint",
                                     "this run has ended without one: replace it with --force, or "
                                     "choose another folder")
-        if not (force or resume) and os.path.exists(f"{out}/{METRICS}"):
+        if not (force or resume) and (os.path.exists(f"{out}/{METRICS}") or has_checkpoint(out)):
             raise InvalidInputError(what, "out", out, "a folder without a run",
                                     "resume the run with --resume, replace it with --force, or "
                                     "choose another folder")

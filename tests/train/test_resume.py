@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,39 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
     train(config(prepared, out, **flags), show_progress=False)
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
+
+
+def test_a_new_run_removes_no_folders_of_others(prepared: Prepared, tmp_path: Path
+                                                ) -> None:
+    """A link to a checkpoint, and folders that are not checkpoints."""
+    out, linked = tmp_path / "run", tmp_path / "large disk" / "c"
+    place = out / "checkpoint"
+    out.mkdir()
+    run = config(prepared, out, batch_size=64, max_steps=2, checkpoint_every=1)
+    for name in ("checkpoint", "checkpoint.previous", "checkpoint.saving"):
+        (out / name).mkdir()
+        (out / name / "mine.txt").touch()
+        with pytest.raises(InvalidInputError, match=rf"{name}'.*move it"):
+            train(run, show_progress=False)
+        assert [p.name for p in out.rglob("*")] == [name, "mine.txt"]
+        shutil.rmtree(out / name)
+    linked.mkdir(parents=True)
+    place.symlink_to(linked)
+    train(run, show_progress=False)
+    assert place.is_symlink() and (linked / ".metadata").exists()
+    before = (linked / ".metadata").stat()
+    with pytest.raises(InvalidInputError, match=r"large disk/c'.*remove it.*or the link"):
+        train(run, show_progress=False)
+    assert (linked / ".metadata").stat() == before
+    assert train(replace(run, max_steps=3), show_progress=False, resume=True)["steps"] == 3
+
+
+def test_a_checkpoint_alone_is_not_replaced_without_force(prepared: Prepared, calm: Path,
+                                                          tmp_path: Path) -> None:
+    shutil.copytree(calm / "checkpoint", tmp_path / "run" / "checkpoint")
+    done = run_here(*words(prepared, tmp_path / "run", stats=prepared.stats, max_steps=2))
+    assert done.returncode == 1 and "--resume" in done.stderr and "--force" in done.stderr
+    assert (tmp_path / "run" / "checkpoint" / ".metadata").exists()
 
 
 def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(prepared: Prepared,
