@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils._pytree import tree_flatten_with_path
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import oper
@@ -169,3 +170,67 @@ def test_new_optimizers_get_the_saved_state(kind: str, steps: int, first: int, t
     for made in ((model, optimizer), (other, loaded)):
         _train_modules(*made)
     assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "next step")
+
+
+def _assert_same_optimizers(found: Any, expected: Any) -> None:
+    """Compare states, which may have lists of different lengths, as trees."""
+    flat, theirs = (tree_flatten_with_path(x.state_dict())[0] for x in (found, expected))
+    assert [path for path, _ in flat] == [path for path, _ in theirs]
+    for (path, value), (_, other) in zip(flat, theirs, strict=True):
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else (
+            value == other), path
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_parameters_that_are_added_after_a_full_checkpoint_are_in_deltas(kind: Any, tmp_path: Path
+                                                                         ) -> None:
+    def make() -> tuple[Any, Any]:
+        model = _modules()
+        return model, kind([model["dense"].weight], lr=0.1)
+
+    def add(model: Any, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": [model["dense"].bias], "lr": 0.01})
+
+    model, optimizer = make()
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, optimizer) as saver:
+        _train_modules(model, optimizer)
+        saver.save_full(1)
+        add(model, optimizer)
+        _train_modules(model, optimizer)
+        saver.save(2)
+    other, loaded = make()
+    add(other, loaded)
+    oper.load_checkpoint(tmp_path / "saved", other, loaded)
+    _assert_same_optimizers(loaded, optimizer)
+
+
+@pytest.mark.parametrize("first", [0, 4])  # steps before the full checkpoint
+@pytest.mark.parametrize("restarts", [False, True])  # before the delta, whose lists are shorter
+def test_deltas_have_lists_of_an_optimizer(first: int, restarts: bool, tmp_path: Path) -> None:
+    """LBFGS has lists of earlier steps, which grow."""
+    def make() -> tuple[Any, Any]:
+        model = _modules()
+        return model, torch.optim.LBFGS(model["dense"].parameters(), lr=0.1, max_iter=2)
+
+    def train(model: Any, optimizer: Any, count: int) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            pooled = [of["bag"](torch.tensor([[1, 2]])) for of in (model, model["module"])]
+            found: torch.Tensor = (model["dense"](torch.cat(pooled, 1)) - 3).square().sum()
+            found.backward()
+            return found
+
+        for _ in range(count):
+            optimizer.step(loss)
+
+    model, optimizer = made = make()
+    with oper.DeltaCheckpoints(tmp_path / "saved", model, optimizer) as saver:
+        train(*made, first)
+        saver.save_full(first)
+        if restarts:
+            optimizer.state.clear()
+        train(*made, 2)
+        saver.save(first + 2)
+    other, loaded = make()
+    oper.load_checkpoint(tmp_path / "saved", other, loaded)
+    _assert_same_optimizers(loaded, optimizer)

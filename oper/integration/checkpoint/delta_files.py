@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.utils._pytree import tree_map
 
 from oper.errors import FileFormatError, InvalidInputError
@@ -196,9 +197,10 @@ def check(deltas: list[Delta], first: int, every: int) -> None:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, value) of all values in nested dicts and lists, except `TableRows`."""
+    """Yield (path, value) of all values in nested dicts and lists, except `TableRows`. An empty
+    list is a value."""
     items = value.items() if isinstance(value, dict) else (
-        enumerate(value) if isinstance(value, list) else None)
+        enumerate(value) if isinstance(value, list) and value else None)
     if items is not None:
         for key, item in items:
             yield from leaves(item, (*path, key))
@@ -300,17 +302,19 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
         for path, value in zip(found["paths"], found["values"], strict=True):
             if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
                 continue  # of a collection that is not trained here
+            if tuple(path) in may_add:
+                set_element(state, tuple(path), value)
             at: Any = state
-            adds = tuple(path) in may_add
-            # "state" is followed by the parameter, whose number is no index of a list.
-            if adds and any(type(key) is int for key in path[path.index("state") + 2:]):
-                raise KeyError(f"{'.'.join(map(str, path))}, a list that only exists after a step")
             for key in path[:-1]:
-                at = at.setdefault(key, {}) if adds else at[key]
-            is_known = path[-1] in at if isinstance(at, dict) else path[-1] < len(at)
-            if not (is_known or adds):
-                raise KeyError(path[-1])
-            at[path[-1]] = value
+                at = at[key]
+            key = path[-1]
+            if isinstance(at, list) and path[0] == "optimizer" and "state" in path:
+                del at[key:]  # a list that grows or shrinks, whose values follow in order
+                at.append(value)
+                continue
+            if key not in at if isinstance(at, dict) else key >= len(at):
+                raise KeyError(key)
+            at[key] = value
         extra: dict[str, Any] = found["extra"]
     except Exception as error:
         raise FileFormatError("cannot read a delta checkpoint", "state",

@@ -432,8 +432,9 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
     """
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
     model, optimizer = into
-    planner.optional = frozenset(".".join(map(str, p)) for p in (newest["paths"] if newest else ())
-                                 if p[0] == "optimizer")
+    # A list of plain values, which has several paths in a delta, is one value of a checkpoint.
+    planner.optional = frozenset(".".join(map(str, p[:n])) for p in (
+        newest["paths"] if newest else ()) if p[0] == "optimizer" for n in range(2, len(p) + 1))
 
     def local_plan() -> Any:
         metadata = reader.read_metadata()
