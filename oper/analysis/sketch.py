@@ -168,6 +168,7 @@ class HeavyHitters:
         """Count in `counted`, which may have counts already, until the next result."""
         counted.max_bytes = max(counted.max_bytes, self._least_bytes)
         self.counted = counted
+        self._result: Counts | None = None  # the counts in place of those in `counted`
 
     @property
     def error(self) -> int:
@@ -177,6 +178,9 @@ class HeavyHitters:
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Add 1, or `counts[k]`, to the count of every `ids[k]` >= 0; both arguments integers [K].
         """
+        if self._result is not None:
+            self.counted.add(*self._result)
+            self._result = None
         taken = self.counted.add(ids, counts)
         while taken < ids.size:
             self.counted.purge(max(self.num_entries, self.counted.num_ids // 2))
@@ -185,13 +189,12 @@ class HeavyHitters:
 
     def result(self) -> Counts:
         """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
-        self.counted.purge(self.num_entries)
-        found, error = self.counted.result(), self.counted.error
-        if self.counted.max_bytes > self._least_bytes:  # release memory that these ids do not need
-            self.count_in(CountTable(0))
-            self.counted.add(*found)
-            self.counted.error = error
-        return found
+        if self._result is None:
+            self.counted.purge(self.num_entries)
+            found, error = self.counted.result(), self.counted.error
+            self.count_in(CountTable(0))  # releases memory that these ids do not need
+            self.counted.error, self._result = error, found
+        return self._result
 
     def merge(self, other: HeavyHitters) -> None:
         """Add another summary; the errors add up."""
@@ -230,7 +233,8 @@ class DistinctSample:
 
     def merge(self, other: DistinctSample) -> None:
         """Add another sample."""
-        self._thin(max(self.level, other.level))
+        if other.level > self.level:
+            self._thin(other.level)
         self.add(*other.result())
 
 

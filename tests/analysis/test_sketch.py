@@ -79,6 +79,23 @@ def test_statistics_from_sketches_are_close_to_exact_ones(exponent: float,
         assert abs(count - true[i]) <= 0.1 * true[i] + 1
 
 
+def test_a_summary_lists_its_ids_once_and_counts_on_after_a_result() -> None:
+    ids = np.repeat(np.arange(5000), np.arange(5000) // 100 + 1)
+    summary, whole = analysis.HeavyHitters(1000), analysis.HeavyHitters(1000)
+    summary.add(ids)
+    first, error = summary.result(), summary.error
+    assert summary.result() is first and error > 0
+    assert summary.counted.num_ids == 0  # the table's memory is released
+    summary.add(first[0])
+    again = summary.result()
+    np.testing.assert_array_equal(again[0], first[0])
+    np.testing.assert_array_equal(again[1], first[1] + 1)
+    assert summary.error == error
+    whole.merge(summary)
+    np.testing.assert_array_equal(whole.result(), again)
+    assert whole.error == error
+
+
 @given(parts=st.lists(st.lists(st.integers(0, 300) | st.integers(0, 2**63 - 1), max_size=300),
                       max_size=6), repeat=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
