@@ -281,6 +281,18 @@ def test_work_of_another_release_or_damaged_work_is_begun_anew(
         assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("text", ["", "null", "[1]", "\0\0"])
+def test_work_with_a_damaged_description_needs_force(tmp_path: Path, log: str, text: str) -> None:
+    work = tmp_path / ".out.work"
+    work.mkdir()
+    (work / "job.json").write_text(text)
+    with pytest.raises(InvalidInputError, match="--force"):
+        preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+    assert work.exists()
+    preprocess(KAGGLE, [log], tmp_path / "out", replace(SMALL, force=True))
+    assert (tmp_path / "out").exists() and not work.exists()
+
+
 def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_page_cache(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

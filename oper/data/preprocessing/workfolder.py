@@ -122,12 +122,12 @@ class WorkFolder:
     def _about(self) -> dict[str, Any]:
         """Read job, host and process that created the folder; empty if it does not exist."""
         try:
-            found: dict[str, Any] = json.loads((self.path / _ABOUT).read_text())
+            found = json.loads((self.path / _ABOUT).read_text())
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except ValueError:
-            return {"job": "damaged"}
-        return found
+            found = None
+        return found if isinstance(found, dict) else {"job": "damaged"}
 
     def _is_ours(self, about: dict[str, Any]) -> bool:
         """Whether this job can use the folder's files, whose output has not been moved away."""
