@@ -85,10 +85,10 @@ struct HeadIds {
   int64_t num_head;
 };
 
-// The piece of a table that is split by columns into n, whose owner adds up the sums of squares of the
-// row at a position if ranks are in several memory domains. The hash spreads rows evenly over
-// pieces, whatever the owners' pattern of positions; the same as `summing_piece` in
-// oper/rows/directory.py.
+// The column piece, one of n, whose owner adds up the sums of squares of the row at a position. Only
+// used if ranks are in several memory domains. It is chosen by a hash, since position % n could follow
+// the pattern in which rows are striped over ranks: some ranks would then add up all of their rows,
+// others none. `summing_piece` in oper/rows/directory.py must return the same.
 OPER_HD int32_t summing_piece(int64_t position, int32_t n) {
   return static_cast<int32_t>((static_cast<uint64_t>(position) * 0x9E3779B97F4A7C15u >> 32) %
                               static_cast<uint64_t>(n));

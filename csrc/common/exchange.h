@@ -6,8 +6,9 @@
 // Pulled rows are requested in phase kGather and sent as its reply. If there are pushed tiers, too,
 // the host back end requests rows and partial sums in kRequests and gets both in kPartials; devices
 // gather the rows before. In kSquares each owner of a row's column piece sends its sum of squares to
-// the owner of the row's `summing_piece`, whose reply is the total. Both know which rows an update
-// changes, so that the messages name none; the numbers are in the order of the sender's slots.
+// the owner of the row's `summing_piece`, whose reply is the total. Both ranks know which rows have
+// gradients, so that no slots are sent: sums and totals are in the order of the slots at the rank
+// that sends the sums.
 #pragma once
 
 #include <cstddef>

@@ -94,8 +94,9 @@ struct Table {
   std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
   // The pieces of a table that is split by columns, in column order, this one included; else empty.
   // Where the optimizer or clipping needs the sum of squares of a whole row, the owner of each
-  // piece leaves its share in `squares`, of each rank [rounds_of_squares(), slots]. In a single
-  // domain all owners add up the shares; otherwise one of them does, see host/exchange/squares.cpp.
+  // piece writes the sum over its columns to `squares`, of each rank [rounds_of_squares(), slots].
+  // In a single domain all owners add up the sums of all pieces. Otherwise one of them does, and
+  // the row's total replaces its own sum and those of owners in other domains, see summing_piece.
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
   int32_t row_columns;   // columns of the entire row

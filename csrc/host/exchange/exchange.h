@@ -101,10 +101,10 @@ class Exchange {
   void list_squares();
   void list_squares_of(const std::vector<int32_t>& pieces);
   std::vector<uint32_t> slots_with_gradients(int64_t table) const;
-  // This rank's sums of squares in the current round, by slot.
-  float* own_squares(int64_t table) const {
+  // The sums of squares of a rank's rows in the current round, by slot.
+  float* squares_of(int64_t table, int32_t rank) const {
     const Table& x = context_.tables[table];
-    return x.squares[context_.rank] + messages.round() * num_slots(x, context_.rank);
+    return x.squares[rank] + messages.round() * num_slots(x, rank);
   }
   void add_up_squares();
   void list_refreshes(int64_t table);
@@ -126,8 +126,8 @@ class Exchange {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether received bags are valid, there is a sum of squares for each row that this rank adds up,
-  // and lists of refreshed slots are complete and ascending.
+  // Whether received bags are valid, sums of squares are as many as this rank has listed, and lists
+  // of refreshed slots are complete and ascending.
   bool lists_fit(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                  const char* const* arrays) const;
   // Calls the transport and returns its result. `send_bytes`, `recv_bytes`: [W].
@@ -146,15 +146,16 @@ class Exchange {
   Kept kept_[Messages::kKept];
   std::vector<RemoteRows> remote_rows_;       // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  // Sums of squares of one table's rows, one of whose owners is in this rank's domain, the other in
-  // the peer's. All ascend by slot at the rank that owns the row's piece in this table.
-  struct Squares {
-    std::vector<uint32_t> sent;    // slots of this rank whose shares the peer adds up
-    // Slots of the peer whose shares this rank adds up, and their rows' indices in Totals.
-    std::vector<std::pair<uint32_t, uint32_t>> added;
-    std::vector<uint32_t> row_of;  // those indices
+  // Rows of one column piece whose sums of squares a rank sends to a rank of another domain, which
+  // returns the rows' totals. Lists ascend by the slot at the sender of the sums: both ranks derive
+  // them from the gradients, so that no slots are sent.
+  struct SquareLists {
+    std::vector<uint32_t> sent;  // slots of this rank whose sums the peer adds up
+    // Slots of the peer whose sums this rank adds up, and their rows' indices in Totals.
+    std::vector<std::pair<uint32_t, uint32_t>> received;
+    std::vector<uint32_t> totals;  // those indices alone, from which the reply is gathered
   };
-  // The rows of a split table whose sums of squares this rank adds up.
+  // The rows of a table that is split by columns whose sums of squares this rank adds up.
   struct Totals {
     std::vector<std::pair<int32_t, uint32_t>> rows;  // piece and slot of this rank
     std::vector<float> values;
@@ -164,7 +165,7 @@ class Exchange {
   struct Pair {
     std::vector<uint32_t> bags;  // the distinct ones in this rank's requests to it
     std::vector<uint32_t> refreshed;  // number of changed rows that are sent, then their slots
-    Squares squares;
+    SquareLists squares;
     const uint32_t* asked_slots = nullptr;  // rows of this rank that it pulls
     uint32_t num_asked_slots = 0;
     const char* gathered = nullptr;  // its rows that this rank has pulled

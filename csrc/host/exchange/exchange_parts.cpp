@@ -126,8 +126,8 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
       return {base + context_.partial_table(context_.rank, t, r)->rows_offset};
     case CollectivePhase::kSquares:
       if (is_reply)
-        return {totals_[context_.tables[t].pieces[0]].values.data(), pair.squares.row_of.data()};
-      return {own_squares(t), pair.squares.sent.data()};
+        return {totals_[context_.tables[t].pieces[0]].values.data(), pair.squares.totals.data()};
+      return {squares_of(t, context_.rank), pair.squares.sent.data()};
     case CollectivePhase::kRefreshes:
       if (part == 0) return {pair.refreshed.data()};
       return {context_.tables[t].rows, pair.refreshed.data() + 1};
@@ -171,7 +171,7 @@ bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_
     return bags_fit(before.bags, before.n);
   }
   if (phase == CollectivePhase::kSquares)
-    return is_reply || counts[0] == pairs_[cell(r, t)].squares.added.size();
+    return is_reply || counts[0] == pairs_[cell(r, t)].squares.received.size();
   if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
   // The slots follow their number, and must ascend, since `refresh_replicas` searches them.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
@@ -233,12 +233,13 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
     }
     case CollectivePhase::kSquares: {
       const float* values = reinterpret_cast<const float*>(arrays[0]);
-      const Squares& found = pairs_[cell(r, t)].squares;
-      float* squares = is_reply ? own_squares(t)
-                                : table.squares[r] + messages.round() * num_slots(table, r);
-      const size_t n = is_reply ? found.sent.size() : found.added.size();
-      for (size_t i = 0; i < n; ++i)
-        squares[is_reply ? found.sent[i] : found.added[i].first] = values[i];
+      const SquareLists& lists = pairs_[cell(r, t)].squares;
+      float* squares = squares_of(t, is_reply ? context_.rank : r);
+      if (is_reply)
+        for (size_t i = 0; i < lists.sent.size(); ++i) squares[lists.sent[i]] = values[i];
+      else
+        for (size_t i = 0; i < lists.received.size(); ++i)
+          squares[lists.received[i].first] = values[i];
       break;
     }
     case CollectivePhase::kRefreshes:

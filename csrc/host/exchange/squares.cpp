@@ -1,4 +1,5 @@
-// Sums of squares of the gradients of rows whose columns are owned by several ranks.
+// Sums of squares of the gradients of rows whose columns are owned by several ranks, see
+// Table::squares.
 #include <algorithm>
 #include <utility>
 
@@ -9,20 +10,21 @@
 namespace oper::host {
 namespace {
 
-// The owner of the piece `piece` of the row at a position, and the row's slot there.
+// The owner of the columns in `piece` of the row at a position, and the row's slot there.
 std::pair<int32_t, int64_t> place_in(const Table& piece, int64_t position) {
   const int64_t key = locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
   const int32_t owner = piece.owner_of(key);
   return {owner, key - piece.owner_begin[owner]};
 }
 
+// The sum of squares, or the total that has replaced it, in a slot of an owner of `piece`.
 float squares_at(const Table& piece, int32_t owner, int64_t slot, int32_t round) {
   const int64_t num_slots = piece.owner_begin[owner + 1] - piece.owner_begin[owner];
   return piece.squares[owner][round * num_slots + slot];
 }
 
-// Adds up the squares of all pieces in column order, so that all owners get the same number,
-// whichever of them does it.
+// Adds up the sums of all pieces of a row. Column order makes the total the same bit for bit on
+// whichever rank computes it.
 float sum_of_pieces(const Context& context, const Table& table, int64_t position, int32_t round) {
   float sum = 0.0f;
   for (int32_t p : table.pieces) {
@@ -39,12 +41,12 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot, i
   const int64_t position = table.position_at(slot);
   if (!context.exchange) return sum_of_pieces(context, table, position, round);
   const int32_t n = static_cast<int32_t>(table.pieces.size());
-  const Table& piece = context.tables[table.pieces[summing_piece(position, n)]];
-  const auto [owner, there] = place_in(piece, position);
+  const Table& summing = context.tables[table.pieces[summing_piece(position, n)]];
+  const auto [owner, owner_slot] = place_in(summing, position);
   table.counters.add(kSquares, owner, 1);
-  // A total from another domain has replaced this rank's own share.
+  // If the rank that adds up is in another domain, its reply has replaced this rank's own sum.
   return context.exchange->messages.is_local(owner)
-             ? squares_at(piece, owner, there, round)
+             ? squares_at(summing, owner, owner_slot, round)
              : squares_at(table, context.rank, slot, round);
 }
 
@@ -72,11 +74,12 @@ void Exchange::list_squares() {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()), false,
             [&](int64_t t, Scratch&) {
               const std::vector<int32_t>& pieces = context_.tables[t].pieces;
+              // Once for all pieces of a table, since its totals are listed together.
               if (!pieces.empty() && pieces.front() == t) list_squares_of(pieces);
             });
 }
 
-// Lists the rows of one table whose shares this rank sends, and those that it adds up.
+// Lists the rows of one table whose sums this rank sends, and those that it adds up.
 void Exchange::list_squares_of(const std::vector<int32_t>& pieces) {
   for (int32_t r : messages.remote)
     for (int32_t p : pieces) pairs_[cell(r, p)].squares = {};
@@ -95,22 +98,22 @@ void Exchange::list_squares_of(const std::vector<int32_t>& pieces) {
         continue;
       }
       for (int32_t other : pieces) {
-        const auto [owner, there] = place_in(context_.tables[other], position);
+        const auto [owner, owner_slot] = place_in(context_.tables[other], position);
         if (messages.is_local(owner)) continue;
-        pairs_[cell(owner, other)].squares.added.emplace_back(there, totals.rows.size());
+        pairs_[cell(owner, other)].squares.received.emplace_back(owner_slot, totals.rows.size());
       }
       totals.rows.emplace_back(p, slot);
     }
   }
   for (int32_t r : messages.remote)
     for (int32_t p : pieces) {
-      Squares& found = pairs_[cell(r, p)].squares;
-      std::sort(found.added.begin(), found.added.end());
-      for (const auto& [slot, row] : found.added) found.row_of.push_back(row);
+      SquareLists& lists = pairs_[cell(r, p)].squares;
+      std::sort(lists.received.begin(), lists.received.end());
+      for (const auto& [slot, row] : lists.received) lists.totals.push_back(row);
     }
 }
 
-// Replaces this rank's share of each row that it adds up by the row's total.
+// Replaces this rank's sum of each row that it adds up by the row's total.
 void Exchange::add_up_squares() {
   const int32_t round = messages.round();
   run_tasks(context_, static_cast<int64_t>(totals_.size()), false, [&](int64_t t, Scratch&) {
@@ -120,7 +123,7 @@ void Exchange::add_up_squares() {
       const auto [p, slot] = totals.rows[i];
       const Table& table = context_.tables[p];
       totals.values[i] = sum_of_pieces(context_, table, table.position_at(slot), round);
-      own_squares(p)[slot] = totals.values[i];
+      squares_of(p, context_.rank)[slot] = totals.values[i];
     }
   });
 }

@@ -1,4 +1,5 @@
-// Sums of squares of the gradients of rows whose columns are owned by several ranks.
+// Sums of squares of the gradients of rows whose columns are owned by several ranks, see
+// Table::squares.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,9 @@
 
 namespace oper::host {
 
-// The sum of squares over all columns of the row in a slot of this rank, of `table`, which is a
-// column piece. `round`: see Table::rounds_of_squares.
+// The sum of squares over all columns of a row: the one in a slot of this rank in `table`, a column
+// piece. In several domains the exchange must have delivered the totals. `round`: see
+// Table::rounds_of_squares.
 float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round);
 
 }  // namespace oper::host

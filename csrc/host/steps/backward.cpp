@@ -141,7 +141,7 @@ void backward(Context& context, const Batch& batch, float gradient_scale) {
         kernels().squares(context, order[task], gradient_scale, round);
     });
     synchronize(context, CollectivePhase::kSquares, batch);
-    // Ranks of this domain read the totals that others of them have added up or received.
+    // Totals that one rank has added up are read by the other ranks of its domain.
     if (context.exchange && context.barrier)
       raise(wait_for_domain(context, static_cast<uint32_t>(CollectivePhase::kSquares)));
   }
