@@ -100,9 +100,8 @@ class DeviceExchange(Exchange):
     Attributes:
         remote: ranks of other domains, ascending.
         rank, device: this rank, and its device.
-        order: indices of the tables in the plan, in the order of keys.
-        of_key: their directories.
-        dims: int64 [T], their columns.
+        order, of_key, dims: indices of the column pieces in the plan, their directories, and their
+            numbers of columns (int64 [T]), in the order of keys.
         num_refreshed: int64 [W, T], number of changed master rows received in the last step, by
             owner and by table in the order of keys.
 
@@ -306,8 +305,12 @@ class DeviceExchange(Exchange):
     # ---- backward: squares of column pieces, see device_squares.py -------------------------------
 
     def squares_at(self, round_number: int) -> np.ndarray:
-        """Return the addresses of the sums of squares of each table's first slot on each rank of
-        this domain, int64 [T, W], in the exchange `round_number` of a step."""
+        """Return where ranks store sums of squares in the exchange `round_number` of a step.
+
+        Returns:
+            int64 [T, W], the address of the number of slot 0 of each table at each rank of this
+            domain; others are invalid.
+        """
         arenas = self._tables.arenas
         num_slots = np.array([d.num_slots for d in self.of_key])
         return (np.array(arenas.addresses) + arenas.layout.squares[self.order]
