@@ -21,16 +21,18 @@ _LINE = 64
 
 
 def summing_piece(positions: np.ndarray, num_pieces: int) -> np.ndarray:
-    """Return for each row of a table that is split by columns the piece whose owner adds up the
-    row's sums of squares if ranks are in several memory domains.
+    """Return for each row the column piece whose owner adds up the row's sums of squares, if ranks
+    are in several memory domains.
+
+    It is chosen by a hash, as in csrc/common/directory.h: ``positions % num_pieces`` could follow
+    the pattern in which rows are striped over ranks.
 
     Args:
-        positions: int64 [n].
+        positions: int64 [n], the rows' positions in the table.
         num_pieces: number of column pieces.
 
     Returns:
-        int64 [n], indices of pieces. A multiplicative hash spreads rows evenly over the pieces,
-        whatever the owners' pattern; the same as `summing_piece` in csrc/common/directory.h.
+        int64 [n], indices of pieces.
     """
     mixed = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return ((mixed >> np.uint64(32)) % np.uint64(num_pieces)).astype(np.int64)

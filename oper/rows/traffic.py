@@ -18,8 +18,8 @@ gradient_id_weights   backward  the per-sample weight of a pushed id, 4 bytes
 bag_gradients         backward  the gradient of a pushed id's bag, read by the row's owner
 gradient_rows         backward  a rank's summed gradient of one row, and its slot, read by the
                                 owner; once more for each exchange of squares
-squares               backward  the sum of squared gradients over a column piece of one row, or
-                                over all its columns, 4 bytes
+squares               backward  the sum of squared gradients of one row over the columns of a
+                                piece, or over all columns, 4 bytes
 updated_rows          backward  a row and its optimizer state, read and written by the owner
 refreshed_rows        backward  a changed master row, and its slot, copied into a replica
 ====================  ========  ===================================================================
@@ -68,33 +68,35 @@ def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
     return np.array([size[name] for name in KINDS], np.int64)
 
 
-def squares_read(owners: np.ndarray, piece: int, positions: np.ndarray, rounds: int, times: int,
-                 world_size: int, num_domains: int) -> np.ndarray:
+def squares_read(owners: np.ndarray, piece: int, positions: np.ndarray, rounds: int, uses: int,
+                 world_size: int, one_domain: bool) -> np.ndarray:
     """Number of sums of squares that the owners of one column piece read in a step.
 
-    In a single memory domain, each owner reads those of all of a row's pieces whenever it needs the
-    total. Otherwise one owner does so, and all read the total that it has added up.
+    In a single memory domain, every owner adds up the sums of a row's pieces whenever it uses the
+    total. Otherwise one owner adds them up, once per exchange, and every owner reads the total.
 
     Args:
-        owners: int64 [P, n], of each piece of n distinct rows.
+        owners: int64 [P, n], owners of the P pieces of n distinct rows.
         piece: index of the piece.
         positions: int64 [n], the rows' positions.
         rounds: exchanges of squares in a step.
-        times: how often each owner needs a total in a step.
+        uses: how often an owner uses a row's total in a step.
         world_size: number of ranks W.
-        num_domains: number of memory domains.
+        one_domain: whether all ranks are in one memory domain.
 
     Returns:
         int64 [W, W], by reader and peer.
     """
     out = np.zeros((world_size, world_size), np.int64)
-    every, mine = np.ones(positions.size, bool), owners[piece]
-    if num_domains > 1:
-        summing = summing_piece(positions, len(owners))
-        np.add.at(out, (mine, owners[summing, np.arange(positions.size)]), times)
-        every, times = summing == piece, rounds
-    for other in owners:
-        np.add.at(out, (mine[every], other[every]), times)
+    if one_domain:
+        for other in owners:
+            np.add.at(out, (owners[piece], other), uses)
+        return out
+    summing = summing_piece(positions, len(owners))
+    np.add.at(out, (owners[piece], owners[summing, np.arange(positions.size)]), uses)
+    added = owners[:, summing == piece]
+    for other in added:
+        np.add.at(out, (added[piece], other), rounds)
     return out
 
 

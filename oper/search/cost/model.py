@@ -85,8 +85,8 @@ class CostModel:
         self.push_us = self.costs.phase_us * (0.5 if REQUEST in self.phases else 1.0)
         m = self.machine
         self._one_host = bool((m.num_host == m.world_size).all())
-        #: Microseconds that a plan pays for exchanging any sums of squares: headers and sums, and
-        #: between hosts the totals.
+        #: Microseconds that a plan pays for exchanging any sums of squares: two exchanges (headers
+        #: and sums), and between hosts a third (totals).
         self.split_us = self.costs.phase_us * (1.0 if self._one_host else 1.5)
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.

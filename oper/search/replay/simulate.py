@@ -154,15 +154,15 @@ class Replay:
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: names of tables whose rows' gradients are clipped to a norm.
-        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool` and
-            `oper.rows.traffic.squares_read`.
+        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool`; with
+            several, sums of squares are read as in `oper.rows.traffic.squares_read`.
     """
 
     def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
                  clipped: Collection[str] = (), num_domains: int = 1) -> None:
         self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
         self.training = plan.objective == "training" if training is None else training
-        self._num_domains = num_domains
+        self._one_domain = num_domains == 1
         self._pools = owners_pool([t.table for t in plan.tables], self.training, num_domains)
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
@@ -206,7 +206,7 @@ class Replay:
                     _count_update(counts, placed, touched)
                     if squares:
                         counts[KIND["squares"]] += squares_read(
-                            owners, k, positions, clips + sums, squares, world, self._num_domains)
+                            owners, k, positions, clips + sums, squares, world, self._one_domain)
                 yield counts
 
     def _count(self, counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,

@@ -174,8 +174,10 @@ class WireReplay:
 
 def sent_squares(pieces: Sequence[Placed], touched: np.ndarray, one_host: bool = False
                  ) -> np.ndarray:
-    """Bytes of one exchange of sums of squares between the owners of a table's column pieces: to
-    the owner of each row's `summing_piece`, and totals back; on one host, to all owners.
+    """Bytes of one exchange of sums of squares between the owners of a table's column pieces.
+
+    Each owner sends the sum of a row to the owner of the row's `summing_piece`, and gets the total.
+    On one host, owners instead read the sums of all other owners.
 
     Args:
         pieces: the column pieces of one table.
@@ -183,17 +185,18 @@ def sent_squares(pieces: Sequence[Placed], touched: np.ndarray, one_host: bool =
         one_host: whether all ranks are on one host.
 
     Returns:
-        int64 [W, W], by source and destination; bytes within a memory domain are not sent.
+        int64 [W, W], by source and destination, including bytes within a memory domain, which are
+        not sent.
     """
     owners = np.array([p.resolve(touched)[1] for p in pieces])
+    out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
     if one_host:
-        out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
         for one, other in permutations(owners, 2):
             np.add.at(out, (one, other), SQUARE_BYTES)
         return out
     summing = summing_piece(pieces[0].directory.position_of(touched), len(pieces))
     summed_by = owners[summing, np.arange(touched.size)]
-    out = np.zeros((len(pieces[0].holds),) * 2, np.int64)
-    for mine in owners:
-        np.add.at(out, (mine, summed_by), SQUARE_BYTES)
-    return out + out.T
+    for owner in owners:
+        np.add.at(out, (owner, summed_by), SQUARE_BYTES)
+        np.add.at(out, (summed_by, owner), SQUARE_BYTES)
+    return out

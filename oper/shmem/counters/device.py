@@ -41,7 +41,7 @@ class DeviceCounters:
         pieces = [(d.table, d.column, d.column + d.dim) for d in tables.directories]
         self.traffic = Traffic.empty(self._rank, self._size, pieces)
         local = np.array([tables.arenas.is_local(r) for r in range(self._size)])
-        self._num_domains = 1 if local.all() else 2  # or more
+        self._one_domain = bool(local.all())
         self._ranges = list(key_ranges(self._of_key))
         copies = [nearest_replica(x.tier, self._rank, local) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
@@ -123,7 +123,7 @@ class DeviceCounters:
         owners = np.stack([tables.directories[p].locate(positions)[0] for p in pieces])
         reads = squares_read(owners, pieces.index(self._order[k]), positions,
                              tables.rounds_of_squares(d.table.name), times, self._size,
-                             self._num_domains)
+                             self._one_domain)
         for r, n in enumerate(reads[self._rank].tolist()):
             self._add("squares", k, r, n)
 
