@@ -47,8 +47,8 @@ struct OperPacking {
   // send each other sums of squares, unless they are in one memory domain:
   const int64_t* host_of;      // [W]
   const int64_t* domain_of;    // [W]
-  const double* squares;       // [N], of a sum and a total of each row that the candidate pushes, bytes;
-                               // 0 if none are sent
+  const double* squares;       // [N], bytes of a sum and a total for each updated row that the candidate
+                               // pushes; 0 if none are sent
   const double* all_squares;   // [tables], the same of all rows of a table
   const double* square_link;   // [C, G], load of a byte sent to and one received from the same host
   const double* square_cross;  // [C, G], and from another host

@@ -202,14 +202,15 @@ class Layouts {
     if (!pushed) return;
     const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
                   end = p_.mate_first[first_rank_[c] + 1];
-    // Sums of squares between column pieces, if as many owners of a row as possible are on one host.
-    const double squares = pieces * (pieces - 1) * p_.squares[n] * between_pieces_.of_pair(pieces);
+    // Sums of squares between column pieces, if as many owners of a row as possible are in one domain, and
+    // as many as possible on one host.
+    const double squares = pieces * (pieces - 1) * p_.squares[n] * between_pieces_.share_of_pair(pieces);
     const double on_host = std::min(1.0, on_host_[c] / pieces);
-    const double near = std::min(1.0, in_domain_[c] / pieces);
+    const double in_domain = std::min(1.0, in_domain_[c] / pieces);
     for (int64_t g = 0; g < G; ++g) {
       double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
                    asks * pieces * p_.asked[n * G + g] +
-                   squares * ((on_host - near) * p_.square_link[c * G + g] +
+                   squares * ((on_host - in_domain) * p_.square_link[c * G + g] +
                               (1 - on_host) * p_.square_cross[c * G + g]);
       to.piece[c * G + g] = std::max(0.0, all / (pieces * owners));
       for (int64_t i = begin; i < end; ++i) {

@@ -112,8 +112,8 @@ class PackMoves : protected PackState {
   bool stays_near(int64_t k, size_t least) {
     return sends_squares(k) && of_table_[k].size() >= least && random_.unit() < kNear;
   }
-  // A random rank. If `near`, on the host of the i-th owner of a piece of part `k`, since the i-th owners
-  // of most pieces have the same rows.
+  // A random rank for the i-th owner of a piece of part `k`. If `near`, it is on the host of the i-th
+  // owner of one of the pieces: i-th owners of pieces with equal weights have the same rows.
   int64_t draw_rank(int64_t k, int i, bool near) {
     if (!near) return random_.below(W);
     const auto& family = of_table_[k];
@@ -124,12 +124,12 @@ class PackMoves : protected PackState {
 
   // The cheapest of several drawn ranks that may own table `k` and do not, for the i-th owner of a piece;
   // -1 if there is none.
-  int64_t pick_rank(int64_t k, int owner) {
+  int64_t pick_rank(int64_t k, int i) {
     int64_t best = -1;
     double least = 0;
     const bool near = stays_near(k, 1);
-    for (int i = 0; i < kDrawn; ++i) {
-      const int64_t r = draw_rank(k, owner, near);
+    for (int n = 0; n < kDrawn; ++n) {
+      const int64_t r = draw_rank(k, i, near);
       if (!free_for(k, r) || r == best) continue;
       const double h = marginal_cost(r);
       if (best < 0 || h < least) best = r, least = h;
@@ -159,9 +159,9 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks. If
-  // the owners send each other sums of squares, the i-th owners of all pieces, which have the same rows,
-  // are on one host if possible. Returns false if there are more pieces than ranks that may own them.
+  // Divides part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks;
+  // where the owners send each other sums of squares, see `prefer_hosts`. Returns false if there are more
+  // pieces than ranks that may own them.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
@@ -179,7 +179,7 @@ class PackMoves : protected PackState {
         if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
       if (order.empty()) return false;
       std::sort(order.begin(), order.end());
-      if (sends_squares(k) && width < width_[k]) put_near_first(k, owners);
+      if (sends_squares(k) && width < width_[k]) prefer_hosts(k, owners);
       for (int i = 0; i < owners && i < int(order.size()); ++i) x.add_owner(order[i].second, 1);
       insert(x);
       const auto price = [&](int64_t r) { marginal_[r] = float(marginal_cost(r)) * unsure(); };
@@ -192,10 +192,11 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Orders the ranks in `order_`, cheapest first, for the owners of another piece of part `k`: the i-th
-  // is on the host of the last piece's i-th owner if there is a rank left; those of the first piece are
-  // on different hosts, so that each has room for its rows of other pieces.
-  void put_near_first(int64_t k, int owners) {
+  // Moves the ranks for the `owners` owners of the next piece of part `k` to the front of `order_`, which
+  // is sorted by cost. The i-th owners of all pieces, which have the same rows, are on one host where
+  // possible: the i-th owner of the first piece is the cheapest rank on a host without an owner, which
+  // leaves the host's other ranks for the next pieces.
+  void prefer_hosts(int64_t k, int owners) {
     const Piece* last = of_table_[k].empty() ? nullptr : &pieces_[of_table_[k].back()];
     const auto host_of = [&](const auto& entry) { return p_.host_of[entry.second]; };
     for (int i = 0; i < owners && i < int(order_.size()); ++i) {

@@ -10,7 +10,8 @@
 
 namespace oper::search {
 
-// Bytes that an owner sends, and gets, on its host (other memory domains) and between hosts.
+// Bytes of sums of squares that a rank sends to other memory domains of its host and to other hosts. It
+// receives as many.
 struct Squares {
   int64_t rank;
   double on_host, between_hosts;
@@ -21,8 +22,8 @@ class SquaresBetweenPieces {
   explicit SquaresBetweenPieces(const OperPacking& p) : p_(p) {
     const int64_t W = p.num_ranks;
     const auto number = [&](const int64_t* of) { return size_t(*std::max_element(of, of + W) + 1); };
-    all_.host.resize(number(p.host_of)), all_.domain.resize(number(p.domain_of));
-    ith_ = all_;
+    other_.host.resize(number(p.host_of)), other_.domain.resize(number(p.domain_of));
+    same_ = other_;
     for (int64_t r = 0; r < W; ++r)
       for (int64_t q = 0; q < W; ++q) {
         const bool far = p.host_of[r] != p.host_of[q];
@@ -31,22 +32,24 @@ class SquaresBetweenPieces {
       }
   }
 
-  // Of `OperPacking::squares`, what the owner of a piece, one of `pieces`, sends to and gets from the
-  // owner of another one: several hosts have one owner add up a row's sums, a single host has all do.
-  double of_pair(double pieces) const { return between_hosts > 0 ? 1 / pieces : 0.5; }
+  // Share of `OperPacking::squares` (the bytes of a sum and a total per row) that the owners of two of
+  // `pieces` pieces send each other, in each direction. On several hosts a row's sums go to one of its
+  // owners, chosen by a hash, and the totals back. On one host all owners read all sums.
+  double share_of_pair(double pieces) const { return between_hosts > 0 ? 1 / pieces : 0.5; }
 
-  // Adds to `out` what the owners of the pieces `family` send and get, `bytes` per pair of pieces with
-  // one owner each. Pieces with the same weights have the i-th owners of the same rows; those of others
-  // are independent: each has its share of the others' rows.
+  // Adds to `out` what the owners of the pieces `family` send, where two pieces with one owner each send
+  // each other `bytes`. The i-th owners of pieces with equal weights have the same rows. Owners of pieces
+  // with other weights are taken as independent: the other owner of a row is each with the probability of
+  // its share of the rows.
   void add(const std::vector<Piece>& pieces, const std::vector<int>& family, double bytes,
            std::vector<Squares>& out) {
     const double others = double(family.size()) - 1;
-    const auto every = [&](Shares& shares, const std::vector<int>& ids, double sign) {
+    const auto add_owners = [&](const std::vector<int>& ids, double sign) {
       for (const int id : ids)
         for (int i = 0; i < pieces[id].owners; ++i)
-          shares.add(p_, pieces[id].rank[i], sign * share(pieces[id], i));
+          other_.add(p_, pieces[id].rank[i], sign * share(pieces[id], i));
     };
-    every(all_, family, 1);
+    add_owners(family, 1);
     left_ = family;
     while (!left_.empty()) {
       const Piece& first = pieces[left_.front()];
@@ -55,33 +58,35 @@ class SquaresBetweenPieces {
       });
       alike_.assign(end, left_.end());
       left_.erase(end, left_.end());
-      every(all_, alike_, -1);
+      add_owners(alike_, -1);
       for (int i = 0; i < first.owners; ++i) {
-        for (const int id : alike_) ith_.add(p_, pieces[id].rank[i], 1);
+        for (const int id : alike_) same_.add(p_, pieces[id].rank[i], 1);
         for (const int id : alike_) {
           const int64_t r = pieces[id].rank[i], host = p_.host_of[r], domain = p_.domain_of[r];
-          const double near = all_.domain[domain] + ith_.domain[domain] - 1;
-          const double on_its_host = all_.host[host] + ith_.host[host] - 1;
+          // Other pieces of a row of rank r that its domain, and its host, own on average.
+          const double in_domain = other_.domain[domain] + same_.domain[domain] - 1;
+          const double in_host = other_.host[host] + same_.host[host] - 1;
           const double sent = bytes * share(first, i);
-          out.push_back({r, sent * std::max(0.0, on_its_host - near),
-                         sent * std::max(0.0, others - on_its_host)});
+          out.push_back({r, sent * std::max(0.0, in_host - in_domain),
+                         sent * std::max(0.0, others - in_host)});
         }
-        for (const int id : alike_) ith_.clear(p_, pieces[id].rank[i]);
+        for (const int id : alike_) same_.clear(p_, pieces[id].rank[i]);
       }
-      every(all_, alike_, 1);
+      add_owners(alike_, 1);
     }
+    // Exactly 0 again: additions and subtractions have left rounding errors.
     for (const int id : family)
-      for (int i = 0; i < pieces[id].owners; ++i) all_.clear(p_, pieces[id].rank[i]);
+      for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
   }
 
   double on_host = 0, between_hosts = 0;  // shares of pairs of ranks: of one host, of two hosts
 
  private:
-  // Shares of pieces' rows by host and by memory domain.
-  struct Shares {
+  // Numbers of pieces of a row by the owner's host and memory domain.
+  struct Owned {
     std::vector<double> host, domain;
-    void add(const OperPacking& p, int64_t r, double share) {
-      host[p.host_of[r]] += share, domain[p.domain_of[r]] += share;
+    void add(const OperPacking& p, int64_t r, double number) {
+      host[p.host_of[r]] += number, domain[p.domain_of[r]] += number;
     }
     void clear(const OperPacking& p, int64_t r) { host[p.host_of[r]] = 0, domain[p.domain_of[r]] = 0; }
   };
@@ -92,8 +97,8 @@ class SquaresBetweenPieces {
   }
 
   const OperPacking& p_;
-  Shares all_, ith_;  // 0 outside `add`
-  std::vector<int> left_, alike_;
+  Owned other_, same_;  // pieces with other weights, on average, and with the same; 0 outside `add`
+  std::vector<int> left_, alike_;  // pieces of `family` not yet added; those with the weights of one
 };
 
 }  // namespace oper::search

@@ -99,7 +99,7 @@ class PackState {
     counted_cuts_[k] += cuts;
   }
   double cuts_of(int64_t k) const {
-    return double(std::max<size_t>(of_table_[k].size(), 1) - 1);
+    return pieces_of_part(k) - 1;
   }
 
   void add_squares(const Squares& x, double sign) {
@@ -125,26 +125,29 @@ class PackState {
     if (other == table) return;
     family_ = of_table_[other];
     if (!are_one) settle_pieces(other);
-    settle_parts(table, both && !are_one ? messages_between(table, other) : 0.0);
+    settle_parts(table, both && !are_one ? messages_between_parts(table) : 0.0);
   }
   void settle_pieces(int64_t k) {  // those in `family_`
     if (family_.size() < 2 || !sends_squares(k)) return;
     std::vector<Squares>& now = squares_[k % whole_];
     const size_t first = now.size();
-    between_pieces_.add(pieces_, family_, p_.squares[p_.first[k] + candidate_[k]] *
-                                                between_pieces_.of_pair(pieces_of(k)), now);
+    const double bytes =
+        p_.squares[p_.first[k] + candidate_[k]] * between_pieces_.share_of_pair(pieces_of_table(k));
+    between_pieces_.add(pieces_, family_, bytes, now);
     for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
   }
-  // Column pieces of a table, both parts of it.
-  double pieces_of(int64_t k) const {
-    const auto pieces = [&](int64_t x) { return double(std::max<size_t>(of_table_[x].size(), 1)); };
+  // Number of column pieces of a part; a part that is not pushed has one.
+  double pieces_of_part(int64_t k) const { return double(std::max<size_t>(of_table_[k].size(), 1)); }
+  // And of both parts of its table.
+  double pieces_of_table(int64_t k) const {
     const int64_t table = k % whole_, other = table + whole_;
-    return pieces(table) + (T > whole_ && width_[other] > 0 ? pieces(other) : 0.0);
+    return pieces_of_part(table) + (T > whole_ && width_[other] > 0 ? pieces_of_part(other) : 0.0);
   }
-  // Messages and answers per row between the owners of two parts with different candidates.
-  double messages_between(int64_t k, int64_t other) const {
-    const double all = pieces_of(k), one = double(std::max<size_t>(of_table_[k].size(), 1));
-    return 2 * one * (all - one) * between_pieces_.of_pair(all);
+  // Sums of squares per row between the owners of the table's two parts, if these have different
+  // candidates, in multiples of `OperPacking::all_squares`.
+  double messages_between_parts(int64_t table) const {
+    const double all = pieces_of_table(table), first = pieces_of_part(table);
+    return 2 * first * (all - first) * between_pieces_.share_of_pair(all);
   }
   // The owners of a row in the two parts are independent, and all ranks own equally many rows.
   void settle_parts(int64_t table, double messages) {
