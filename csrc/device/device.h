@@ -70,7 +70,7 @@ struct Table {
   char* rows;  // this rank's shard
   float* momentum1;
   float* momentum2;
-  // [W] sums of squares by slot on the ranks of this domain, for column pieces; else null
+  // [W] sums of squares by slot, for column pieces, else null; entries of other domains are null
   float* const* squares;
   // [W] number of updated replicated slots, then the slots; else null.
   uint32_t* const* touched;
@@ -164,7 +164,7 @@ struct View {
   const int64_t* own_begin;
   const Refresh* refreshes;
   char* const* outboxes;  // [W]
-  // [W] 1 = a rank of this memory domain; null: all are.
+  // [W] 1 = a rank of this memory domain; null if all are.
   const uint8_t* local;
   int64_t outbox_bytes;
   const char *arena_begin, *arena_end;  // this rank's memory
@@ -382,8 +382,8 @@ struct Inbox {
 // Lists the entries of all outboxes. None if a rank has refused its batch or updates with other
 // settings, or if a peer is lost: then no kernel of the update finds a row.
 void collect(const Launch& on, const Inbox& inbox);
-// Sums the gradients of each row of column pieces, and writes the sums of squares. If there are
-// several domains, the rows' totals then replace them, see oper/shmem/exchange/device_squares.py.
+// Sums the gradients of each row of column pieces, and writes the sums of squares. In several
+// domains, oper/shmem/exchange/device_squares.py then replaces them by the rows' totals.
 // `round`: with clipping, round 0 is before it; the last round is for row-wise optimizers.
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
 // Sums the gradients of each row and applies the optimizer.

@@ -454,6 +454,7 @@ void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>&
   for (int64_t round = 0; round < tables.num_squares; ++round) {
     merge_squares(call.launch(), inbox, scale, static_cast<int32_t>(round));
     barrier(call);
+    // In a single domain, kernels add up the sums of all ranks where they need a row's total.
     if (call.context.view.local == nullptr) continue;
     at(tables, Point::kSquares, round);
     barrier(call);

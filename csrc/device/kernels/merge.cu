@@ -112,8 +112,8 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
   }
 }
 
-// The address of the sum of squares of a row, given its position, in one column piece; null if its
-// owner is in another domain.
+// The address of the sum of squares over one column piece of the row at a position; null if the
+// piece's owner is in another domain.
 OPER_DEVICE const float* squares_at(const View& view, const Table& piece, int64_t position,
                                     int32_t round) {
   const int64_t key = locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position);
@@ -123,8 +123,9 @@ OPER_DEVICE const float* squares_at(const View& view, const Table& piece, int64_
   return piece.squares[owner] + round * (end - first) + key - first;
 }
 
-// The sum of squares over all columns of a row: in a single domain, that of all pieces, added in
-// column order; otherwise the total that has replaced the sum of one piece.
+// The sum of squares over all columns of a row. In a single domain, adds up the sums of all pieces,
+// in column order. Otherwise the total has replaced the sum of the rank that added up or, if that
+// rank is in another domain, the sum of this rank.
 OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
                                  int32_t round) {
   const int64_t position = position_at(table, slot);
