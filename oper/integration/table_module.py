@@ -18,8 +18,8 @@ from oper.shmem.tables import ShardedTables
 
 
 class FixedEntries(dict[str, Any]):
-    """``_parameters`` or ``_modules`` of a module; replacing or removing an entry raises
-    InvalidInputError."""
+    """A dict for a module's ``_parameters`` or ``_modules``, of which no entry can be replaced or
+    removed: attempts raise InvalidInputError."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # torch.export temporarily replaces parameters by fake tensors.

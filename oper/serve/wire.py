@@ -79,9 +79,12 @@ def encode_request(request: Request, features: Sequence[str] | None = None) -> t
 
 def decode(body: bytes, header_length: int | None, direction: str
            ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Decode a message; return its header, and the tensors of its field `direction` by name.
+    """Decode a message; return its header, and its tensors by name.
 
-    `header_length` None = the message has only a JSON header.
+    Args:
+        body: the message.
+        header_length: length of the JSON header in bytes; None = there is nothing else.
+        direction: field of the header that lists the tensors, "inputs" or "outputs".
 
     Raises:
         InvalidInputError: the message is invalid.

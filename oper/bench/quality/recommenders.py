@@ -56,7 +56,7 @@ from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.flags import whole
 
-ODD_BLOCK = 997  # items per block when a result is verified, other than in the test itself
+ODD_BLOCK = 997  # items per block of the ranking that verifies a result, see `_train_and_test`
 MOST_SEEDS = 16  # highest seed of stored runs that --seeds 0 reports
 # Modules of `oper.rl_rec` on which the result of every model depends after reading the log, and
 # additional ones of some models.

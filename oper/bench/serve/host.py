@@ -131,8 +131,8 @@ class _Quantised:
         return functools.partial(_quantised, self._served)
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        raise OperError("cannot publish", "model", "TorchRec's", "one of OPER's",
-                        "start another server")
+        raise OperError("cannot publish new weights", "served model", "TorchRec's quantised one",
+                        "one of OPER's", "start a server of the new weights")
 
     def close(self) -> None:
         """Do nothing: workers share no memory."""

@@ -104,7 +104,7 @@ class SearchTree:
             self._heap = [(bound.lower_bound_us, next(self._order), self.root)]
 
     def adopt(self, root: TreeNode) -> None:
-        """Replace the tree by another one of the same relaxation, whose leaves have bounds."""
+        """Continue from another tree of the same relaxation, whose leaves have all been bounded."""
         self.root, nodes, self._heap = root, [root], []
         while nodes:
             node = nodes.pop()

@@ -40,7 +40,12 @@ def _optimize() -> Any:
 
 
 def _fitting(problem: Problem, solve: Callable[[float], Plan | None]) -> Plan | None:
-    """The first plan that fits, for decreasing shares of memory; None if a program has no solution.
+    """Solve the program with decreasing shares of memory; return the first plan that fits, or None
+    if a program has no solution.
+
+    Args:
+        problem: the problem.
+        solve: returns a plan that uses at most a share of each rank's memory.
     """
     for share in _SHARES:
         plan = solve(share)

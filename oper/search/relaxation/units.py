@@ -18,8 +18,9 @@ from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
 LOCAL = GROUPS.index("local")  # a rank's own memory and cores
-#: First axis of `UnitRows.of`: a piece of all columns; the part that does not depend on the width;
-#: and this part including the squares that owners of the columns of a row exchange.
+#: Indices of the first axis of `UnitRows.of`: the unit for a piece of all columns; the part of it
+#: that is the same for every width; the same part in a table that is split by columns, whose owners
+#: exchange sums of squares.
 WHOLE, ANY, ANY_SQUARES = range(3)
 _MOST_BYTES = 1 << 26  # of loads computed at a time
 

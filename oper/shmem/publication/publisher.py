@@ -363,7 +363,9 @@ class _Acceptor(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._slots: dict[socket.socket, int] = {}
-        in_child(self, _Acceptor.forget)  # so that name and readers stay with the parent alone
+        # Copies of the sockets in a forked child would keep the name and the readers' connections
+        # open after this process has exited.
+        in_child(self, _Acceptor.forget)
 
     def listen(self) -> None:
         """Accept readers; called after the first publication."""
