@@ -37,10 +37,10 @@ class SquaresBetweenPieces {
   // owners, chosen by a hash, and the totals back. On one host all owners read all sums.
   double share_of_pair(double pieces) const { return between_hosts > 0 ? 1 / pieces : 0.5; }
 
-  // Adds to `out` what the owners of the pieces `family` send, where two pieces with one owner each send
-  // each other `bytes`. The i-th owners of pieces with equal weights have the same rows. Owners of pieces
-  // with other weights are taken as independent: the other owner of a row is each with the probability of
-  // its share of the rows.
+  // Adds to `out` what the owners of the pieces `family` send; `bytes`: from a piece with a single owner to
+  // another such piece. The i-th owners of pieces with equal weights have the same rows. Pieces with other
+  // weights are taken as independent: each of their owners has a row with the probability of its share of
+  // the rows.
   void add(const std::vector<Piece>& pieces, const std::vector<int>& family, double bytes,
            std::vector<Squares>& out) {
     const double others = double(family.size()) - 1;
