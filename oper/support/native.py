@@ -1,5 +1,5 @@
-"""Interface to compiled functions that parse, encode, count and reorder values of logs, and NumPy
-functions that merge and look up sorted values.
+"""Interface to compiled functions that parse, encode and count values of logs, and NumPy functions
+that merge and look up sorted values.
 
 ``liboper_data.so`` has a plain C interface and does not need torch, so that processes that read
 logs start quickly.
@@ -119,52 +119,3 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
     at = np.searchsorted(known[first:last + 1], values) + first
     at[at == known.size] = 0
     return np.where(known[at] == values, ids[at], np.int32(0))
-
-
-_TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(
-    ((np.int32, np.int64), (np.int64, np.int64), (np.float32, np.float32)))}
-
-
-class Outputs:
-    """Arrays that `take` writes to, one per batch; created once for all columns.
-
-    Attributes:
-        arrays: contiguous one-dimensional arrays of the same dtype.
-        bases: addresses of the arrays, uint64.
-    """
-
-    def __init__(self, arrays: list[np.ndarray]) -> None:
-        assert all(a.flags.c_contiguous and a.ndim == 1 for a in arrays)
-        self.arrays = arrays
-        self.bases = np.array([a.ctypes.data for a in arrays], np.uint64)
-
-
-def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, size: int,
-         to: Outputs, starts: np.ndarray, step: int = 1) -> None:
-    """Copy a column's values to batches, with rows in another order.
-
-    Args:
-        pieces: at least one contiguous array, int32, int64 or float32; concatenated, these are the
-            column's values.
-        ends: offsets of the bags of n rows in the values, int64 [n + 1], beginning with 0; None =
-            one value per row.
-        order: rows in the order of the output, contiguous int32 [m], in [0, n).
-        size: rows per batch; the last batch may have fewer.
-        to: output arrays, at least one per batch; int64, or float32 for float32 values.
-        starts: int64, position in each output array at which the column's values begin; overwritten
-            with the position at which they end.
-        step: distance between consecutive values in the output; 1 for bags.
-    """
-    assert ends is None or step == 1
-    if not to.arrays:
-        return
-    if len({p.dtype for p in pieces}) > 1:
-        pieces = [np.concatenate(pieces)]
-    # Variables, since addresses do not keep the arrays alive during the call.
-    sources = Outputs(pieces).bases
-    sizes = np.array([p.size for p in pieces], np.int64)
-    outs = to.bases + (starts * to.arrays[0].itemsize).astype(np.uint64)
-    library().oper_data_take(
-        _TAKES[pieces[0].dtype, to.arrays[0].dtype], address(sources), address(sizes), _size(sizes),
-        address(ends), address(order), _size(order), ctypes.c_int64(size), ctypes.c_int64(step),
-        address(outs))

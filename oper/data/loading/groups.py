@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper.analysis.presence import Lookups
-from oper.data.arrays import places_of
 from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError
 
@@ -51,12 +50,11 @@ class Column:
         return np.diff(self.ends)
 
     def take(self, order: np.ndarray) -> Column:
-        """Copy the rows with the indices `order`, int64 [m], in that order."""
+        """Copy the rows with the indices `order`, int [m], in that order."""
         if self.ends is None:
-            return Column(self.values[order])
-        lengths = self.lengths[order]
-        return Column(self.values[places_of(self.ends[order], lengths)],
-                      np.concatenate([[0], np.cumsum(lengths)]))
+            return Column(self.values.take(order))
+        bags = pa.LargeListArray.from_arrays(self.ends, self.values).take(pa.array(order))
+        return Column(bags.flatten().to_numpy(), bags.offsets.to_numpy())
 
 
 class RowGroups:

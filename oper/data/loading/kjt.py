@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from oper.data.folder import Folder
 from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
 from oper.errors import FileFormatError, MissingDependencyError, require
-from oper.support import native
 from oper.support.own_rows import note_own_rows
 
 
@@ -83,74 +83,51 @@ class Assembly:
         counts = [min(size, max(0, order.size - k * size)) for k in wanted]
         if sum(counts) < order.size:
             order = np.concatenate([order[k * size:(k + 1) * size] for k in wanted])
-        width = len(folder.dense)
-        dense = [_empty((n, width), torch.float32, pin) for n in counts]
-        labels = [_empty((n,), torch.float32, pin) for n in counts]
-        to = native.Outputs([x.view(-1).numpy() for x in dense])
-        for c, name in enumerate(folder.dense):
-            native.take(_floats(window.columns[name]), None, order, size, to,
-                        np.full(len(dense), c), width)
-        native.take(_floats(window.columns[folder.label]), None, order, size,
-                    native.Outputs([x.numpy() for x in labels]), np.zeros(len(labels), np.int64))
-        return [torchrec_batch(d, f, x) for d, f, x in zip(
-            dense, self._features(window, order, size, counts, pin), labels, strict=True)]
+        columns = {name: joined(pieces).take(order) for name, pieces in window.columns.items()}
+        self._check_weights(columns)
+        made = []
+        for start, stop in itertools.pairwise(np.cumsum([0, *counts]).tolist()):
+            rows = {name: column.part(start, stop) for name, column in columns.items()}
+            dense = _empty((stop - start, len(folder.dense)), torch.float32, pin)
+            for c, name in enumerate(folder.dense):
+                dense.numpy()[:, c] = rows[name].values
+            labels = _empty((stop - start,), torch.float32, pin)
+            labels.numpy()[:] = rows[folder.label].values
+            made.append(torchrec_batch(dense, self._features(rows, stop - start, pin), labels))
+        return made
 
-    def _features(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
-                  pin: bool) -> list[dict[str, Any]]:
+    def _features(self, rows: Mapping[str, Column], size: int, pin: bool) -> dict[str, Any]:
+        """Make the arguments of the KeyedJaggedTensor of a batch, whose `size` rows are `rows`."""
         keys = self.folder.sparse
-        columns = {n: [joined(pieces)] if n in self.bags else pieces
-                   for n, pieces in window.columns.items()}
-        lengths = [_empty((len(keys), n), torch.int32, pin).fill_(1) for n in counts]
-        for c, name in enumerate(keys):
-            if name in self.bags:
-                found_lengths = torch.from_numpy(
-                    columns[name][0].lengths.astype(np.int32)[order])
-                for batch, own in zip(lengths, found_lengths.split(size), strict=False):
-                    batch[c] = own
-        per_key = [x.sum(1).tolist() if self.bags else [n] * len(keys)
-                   for x, n in zip(lengths, counts, strict=True)]
-        ends = np.array([np.cumsum([0, *x]) for x in per_key], np.int64)
-        values = [_empty((int(e[-1]),), torch.int64, pin) for e in ends]
-        weights = [_empty(v.shape, torch.float32, pin).fill_(1) for v in values
-                   ] if self.weights else None
-        to = native.Outputs([v.numpy() for v in values])
-        for c, name in enumerate(keys):
-            native.take([p.values for p in columns[name]], columns[name][0].ends, order, size, to,
-                        ends[:, c])
-        if weights is not None:
-            to = native.Outputs([w.numpy() for w in weights])
-            for name in self.weights:
-                native.take(*self._weights_of(name, columns), order, size, to,
-                            ends[:, keys.index(name)])
-        found: list[dict[str, Any]] = []
-        upto = torch.arange(0 if self.bags else len(keys) * max(counts, default=0) + 1,
-                            dtype=torch.int32)
-        for k, n in enumerate(counts):
-            if self.deduplicate:
-                found.append(_deduplicated(keys, self.deduplicate, values[k], lengths[k],
-                                           per_key[k]))
-                continue
-            offsets = None if self.bags else _empty((len(keys) * n + 1,), torch.int32, pin).copy_(
-                upto[:len(keys) * n + 1])
-            found.append({
-                "keys": list(keys), "values": values[k], "lengths": lengths[k].view(-1),
-                "offsets": offsets, "stride": n, "length_per_key": per_key[k],
-                "weights": None if weights is None else weights[k]})
-        return found
+        ids = [rows[name] for name in keys]
+        lengths = _empty((len(keys), size), torch.int32, pin).fill_(1)
+        for c, column in enumerate(ids):
+            if column.ends is not None:
+                lengths[c] = torch.from_numpy(column.lengths)
+        per_key = [column.values.size for column in ids]
+        values = _empty((sum(per_key),), torch.int64, pin)
+        np.concatenate([column.values for column in ids], out=values.numpy())
+        if self.deduplicate:
+            return _deduplicated(keys, self.deduplicate, values, lengths, per_key)
+        weights = None
+        if self.weights:
+            weights = _empty(values.shape, torch.float32, pin)
+            np.concatenate([rows[self.weights[name]].values if name in self.weights
+                            else np.ones(count, np.float32)
+                            for name, count in zip(keys, per_key, strict=True)],
+                           out=weights.numpy())
+        offsets = None if self.bags else torch.arange(values.numel() + 1, dtype=torch.int32,
+                                                      pin_memory=pin)
+        return {"keys": list(keys), "values": values, "lengths": lengths.view(-1),
+                "offsets": offsets, "stride": size, "length_per_key": per_key, "weights": weights}
 
-    def _weights_of(self, name: str, columns: Mapping[str, list[Column]]
-                    ) -> tuple[list[np.ndarray], np.ndarray | None]:
-        own, ids = columns[self.weights[name]], columns[name]
-        if own[0].ends is not None and ids[0].ends is not None and not np.array_equal(
-                own[0].ends, ids[0].ends):
-            raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
-                                  f"bag lengths of {self.weights[name]!r}", "different",
-                                  f"those of {name!r}, one weight per id", "regenerate the column")
-        return _floats(own), own[0].ends
-
-
-def _floats(pieces: Sequence[Column]) -> list[np.ndarray]:
-    return [p.values.astype(np.float32, copy=False) for p in pieces]
+    def _check_weights(self, columns: Mapping[str, Column]) -> None:
+        for name, own in self.weights.items():
+            if name in self.bags and not np.array_equal(columns[own].ends, columns[name].ends):
+                raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
+                                      f"bag lengths of {own!r}", "different",
+                                      f"those of {name!r}, one weight per id",
+                                      "regenerate the column")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
@@ -191,7 +168,7 @@ def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tens
                 continue
             inverse[c] = torch.from_numpy(places.astype(np.int64))
             kept = Column(ids, ends).take(first)
-            parts[c], found[c] = torch.from_numpy(kept.values), found[c][first]
+            parts[c], found[c] = torch.tensor(kept.values), found[c][first]
         strides.append([found[c].numel()])
         counts.append(parts[c].numel())
     pin = values.is_pinned() if values.numel() and torch.cuda.is_available() else False
