@@ -20,13 +20,10 @@ from oper import cli
 from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
+from oper.bench.cluster.comparisons import FewerBits, LinkChange, Overlap, ReplicaGroupsCase
 from oper.bench.cluster.contenders import Contender, Planned
-from oper.bench.cluster.fewer_bits import FewerBits
-from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, OnHosts, WithWorkload, cluster, why_no_quota, why_not
-from oper.bench.cluster.overlap import Overlap
 from oper.bench.cluster.quality import LOG, LogQuality
-from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core import record, workload
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report

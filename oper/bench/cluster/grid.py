@@ -12,12 +12,16 @@ from typing import Any
 
 from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
-from oper.bench.cluster.fewer_bits import EXACT, FEWER, FewerBits
-from oper.bench.cluster.link_change import LinkChange
+from oper.bench.cluster.comparisons import (
+    EXACT,
+    FEWER,
+    FewerBits,
+    LinkChange,
+    Overlap,
+    ReplicaGroupsCase,
+)
 from oper.bench.cluster.network import Links, check_possible, why_no_quota
-from oper.bench.cluster.overlap import Overlap
 from oper.bench.cluster.quality import LOG, LogQuality
-from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core.launch import measured
 from oper.bench.core.workload import Workload, data_files
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
