@@ -189,13 +189,11 @@ class _Tables:
             optimizer.step()
 
 
-def _outputs(collections: Sequence[tuple[set[str], nn.Module]], kjts: Sequence[Any]
-             ) -> list[torch.Tensor]:
+def _outputs(collections: Sequence[nn.Module], kjts: Sequence[Any]) -> list[torch.Tensor]:
     """Outputs of the collections: pooled values of each KJT, or unpooled values per feature."""
     outputs: list[torch.Tensor] = []
-    for kjt in kjts:
-        keys = set(kjt.keys())
-        found: Any = next(m for features, m in collections if features == keys)(kjt)
+    for collection, kjt in zip(collections, kjts, strict=True):
+        found: Any = collection(kjt)
         outputs += ([found.values()] if hasattr(found, "length_per_key")
                     else [found[key].values() for key in kjt.keys()])  # noqa: SIM118
     return outputs
@@ -206,9 +204,9 @@ def _with_gradients(model: nn.Module, kjts: list[Any]) -> _Lookups:
     return kjts, [torch.full_like(x, 1e-3) for x in _outputs(collections_of(model), kjts)]
 
 
-def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
-    """The embedding collections of a model, unsharded or sharded by OPER or TorchRec, each with the
-    set of its feature names."""
+def collections_of(model: nn.Module) -> list[nn.Module]:
+    """The embedding collections of a model, unsharded or sharded by OPER or TorchRec, in the order
+    of its lookups."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -217,14 +215,7 @@ def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
 
     kinds = (ShardedEmbeddingBags, ShardedEmbeddings, ShardedEmbeddingCollection,
              ShardedEmbeddingBagCollection, EmbeddingCollection, EmbeddingBagCollection)
-    return [(set(_features(m)), m) for m in model.modules() if isinstance(m, kinds)]
-
-
-def _features(collection: Any) -> list[str]:
-    if hasattr(collection, "_features"):  # OPER's
-        return list(collection._features)
-    configs = getattr(collection, "_embedding_configs", None) or collection._embedding_bag_configs
-    return [f for c in configs for f in c.feature_names]
+    return [m for m in model.modules() if isinstance(m, kinds)]
 
 
 def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
@@ -249,7 +240,7 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 def _describe(engine: Engine) -> list[dict[str, Any]]:
     """Each table's name, rows and dim, and its rows by placement, for the record."""
-    modules: list[Any] = [module for _, module in collections_of(engine.bare)]
+    modules: list[Any] = collections_of(engine.bare)
     return [{"name": entry.table.name, "num_rows": entry.table.num_rows, "dim": entry.table.dim,
              "rows": rows_by_placement([entry])}
             for module in modules for entry in module.tables.plan.tables]
