@@ -1,8 +1,8 @@
 """Seek points of gzip files, from which parts of a file can be decompressed in parallel.
 
 Decompression can begin at a position if the 32 KiB of text before it are known. One pass over a
-file stores this window for every 32 MiB of text in a hidden index file next to it, in the format of
-indexed_gzip, which rapidgzip writes and reads.
+file stores this window, compressed, for every 4 MiB of text in a hidden index file next to it, in
+gztool's format, which rapidgzip writes and reads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import numpy as np
-
 from oper.data.reading import store
 from oper.errors import FileFormatError, OperError
 from oper.support.locks import exclusive
 
 _log = logging.getLogger(__name__)
-_SPACING = 1 << 25  # bytes of text between seek points; a reader buffers this and all windows
-_HEADER = np.dtype([("magic", "S5"), ("version", "u1"), ("flags", "u1"), ("packed", "<u8"),
-                    ("text", "<u8"), ("spacing", "<u4"), ("window", "<u4"), ("points", "<u4")])
-_POINT = np.dtype([("packed", "<u8"), ("text", "<u8"), ("bit", "u1"), ("has_window", "u1")])
 
 
 def _index(path: str) -> Path:
@@ -75,7 +69,7 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
             while file.readinto(piece):
                 pass
             text_bytes = file.tell()
-            file.export_index(str(target))
+            file.export_index(str(target), rapidgzip.IndexFormat.GZTOOL)
     except (RuntimeError, ValueError):  # the error is reported when the file is read
         return False
     # rapidgzip accepts truncated files; the last 4 bytes are the text's size modulo 2^32.
@@ -83,29 +77,13 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
         raw.seek(-4, os.SEEK_END)
         if int.from_bytes(raw.read(), "little") != text_bytes % (1 << 32):
             return False
-    _thin(target)
     return True
-
-
-def _thin(path: Path) -> None:
-    """Keep one seek point per `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
-    data = np.fromfile(path, np.uint8)
-    header = data[:_HEADER.itemsize].view(_HEADER)[0].copy()
-    start = _HEADER.itemsize + int(header["points"]) * _POINT.itemsize
-    points = data[_HEADER.itemsize:start].view(_POINT)
-    windows = data[start:].reshape(-1, int(header["window"]))
-    steps = points["text"] // _SPACING
-    keep = np.concatenate([[True], steps[1:] != steps[:-1]])
-    has_window = points["has_window"] > 0
-    header["points"] = np.count_nonzero(keep)
-    with path.open("wb") as file:
-        for part in (header, points[keep], windows[keep[has_window]]):
-            file.write(part.tobytes())
 
 
 def text_bytes(path: str) -> int:
     """Return the decompressed size in bytes of a file whose index `make` has made."""
-    return int(np.fromfile(_index(path), _HEADER, 1)["text"][0])
+    with open_text(path) as text:
+        return text.seek(0, os.SEEK_END)
 
 
 @contextlib.contextmanager
