@@ -5,8 +5,9 @@ The message form is ``<what failed>: <name>=<value>, expected <constraint>; <wha
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 class OperError(Exception):
@@ -64,6 +65,21 @@ class DesyncError(OperError, RuntimeError):
     """Ranks made different collective calls at the same time; `rank` is the one that deviates."""
 
     rank: int | None = None
+
+
+@contextlib.contextmanager
+def needs(what: str, install: str) -> Iterator[None]:
+    """Raise MissingDependencyError if a package that the block imports is missing or damaged.
+
+    Args:
+        what: what fails without the package.
+        install: the requirement to install, such as ``oper[report]``.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(what, "import", str(error), "an installed package",
+                                     f"pip install '{install}'") from error
 
 
 def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:

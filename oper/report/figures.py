@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import MissingDependencyError
+from oper.errors import needs
 from oper.plan import Plan, Tier
 from oper.search.cost.model import Evaluation, is_ordered
 from oper.search.problem.machine import TERMS
@@ -38,11 +38,8 @@ def pyplot() -> Any:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
+    with needs("cannot draw plots", "oper[report]"):
         import matplotlib
-    except ImportError:
-        raise MissingDependencyError("cannot draw plots", "matplotlib", None, "installed",
-                                     "pip install 'oper[report]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import MissingDependencyError
+from oper.errors import needs
 
 # Plots take the page's colours for text and axes. Labels inside coloured bars, whose ids begin with
 # "inside", stay dark in both modes.
@@ -118,11 +118,8 @@ def render(title: str, about: str, tiles: Sequence[tuple[str, str]],
     Raises:
         MissingDependencyError: jinja2 is not installed.
     """
-    try:
+    with needs("cannot write a page", "oper[report]"):
         import jinja2
-    except ImportError:
-        raise MissingDependencyError("cannot write a page", "jinja2", None, "installed",
-                                     "pip install 'oper[report]'") from None
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text: str = template.render(title=title, about=about, tiles=tiles, blocks=blocks)
     return text

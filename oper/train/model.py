@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oper.data.loading.loader import ranks as ranks
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.errors import FileFormatError, InvalidInputError, needs
 from oper.integration.checkpoint.files import load_archive
 from oper.support.files import atomic_write
 from oper.tables import TableSpec
@@ -38,13 +38,10 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         MissingDependencyError: TorchRec is not installed.
         InvalidInputError: there is not enough memory for the tables.
     """
-    try:
+    with needs("cannot build DLRM", "oper[torchrec]"):
         from torchrec.models.dlrm import DLRMTrain
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
-    except ImportError as error:
-        raise MissingDependencyError("cannot build DLRM", "import", str(error), "torchrec",
-                                     "install oper[torchrec], or run make setup") from error
     torch.manual_seed(seed)
     # Create dense layers first, so that their weights do not depend on `tables_on`.
     configs = [EmbeddingBagConfig(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from oper.bench.core.record import elapsed
 from oper.bench.data.cases import log_file
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading.store import filesystem, upload
-from oper.errors import MissingDependencyError
+from oper.errors import needs
 
 BUCKET = "oper-bench"
 
@@ -33,9 +32,8 @@ def s3_server() -> Iterator[str]:
         MissingDependencyError: moto is not installed.
         OperError: the server does not start.
     """
-    if importlib.util.find_spec("moto") is None:
-        raise MissingDependencyError("cannot start a store", "import", "moto", "installed",
-                                     "pip install 'oper[bench]'")
+    with needs("cannot start a store", "oper[bench]"):
+        import moto.server  # noqa: F401
     settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
                 "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
     before = dict(os.environ)

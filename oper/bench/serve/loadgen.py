@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oper.errors import MissingDependencyError, OperError
+from oper.errors import OperError, needs
 
 MLPERF_MIN_DURATION_S = 600.0
 PERCENTILES = ("50.00", "90.00", "99.00", "99.90")
@@ -78,11 +78,8 @@ class Result:
 
 def library() -> Any:
     """The module ``mlperf_loadgen``; raises MissingDependencyError."""
-    try:
+    with needs("cannot generate load", "oper[bench]"):
         import mlperf_loadgen
-    except ImportError as error:
-        raise MissingDependencyError("cannot generate load", "import", str(error), "mlperf_loadgen",
-                                     "install oper[bench]") from error
     return mlperf_loadgen
 
 

@@ -13,7 +13,7 @@ import torch
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
-from oper.errors import FileFormatError, MissingDependencyError, require
+from oper.errors import FileFormatError, needs, require
 from oper.support.own_rows import note_own_rows
 
 
@@ -29,13 +29,9 @@ def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.
     Raises:
         MissingDependencyError: TorchRec is not installed.
     """
-    try:
+    with needs("cannot make a KeyedJaggedTensor", "oper[torchrec]"):
         from torchrec.datasets.utils import Batch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-    except ImportError as error:
-        raise MissingDependencyError("cannot make a KeyedJaggedTensor", "import", str(error),
-                                     "torchrec",
-                                     "install it: pip install 'oper[torchrec]'") from None
     kjt = KeyedJaggedTensor(**features)
     kjt.offsets()
     return Batch(dense, kjt, labels)

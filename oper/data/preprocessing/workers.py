@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oper.data.preprocessing.job import Job
-from oper.errors import MissingDependencyError
+from oper.errors import needs
 from oper.support.processes import end_with_parent
 
 
@@ -51,11 +51,8 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
     if not count:
         yield
         return
-    try:
+    with needs("cannot use a Ray cluster", "oper[data]"):
         import ray
-    except ImportError:
-        raise MissingDependencyError("cannot use a Ray cluster", "ray", None, "installed",
-                                     "pip install 'oper[data]'") from None
     mine = not ray.is_initialized()
     if mine:
         ray.init(log_to_driver=False, configure_logging=False)

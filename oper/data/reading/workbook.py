@@ -7,7 +7,7 @@ import io
 import zipfile
 from collections.abc import Iterator
 
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.errors import FileFormatError, InvalidInputError, needs
 
 
 def rows_as_csv(path: str) -> Iterator[bytes]:
@@ -19,11 +19,8 @@ def rows_as_csv(path: str) -> Iterator[bytes]:
         FileFormatError: the file is not a workbook, or damaged.
     """
     what = f"cannot read {path!r}"
-    try:
+    with needs(f"{what}, which may be saved as CSV instead", "oper[data]"):
         import openpyxl  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingDependencyError(what, "openpyxl", None, "installed",
-                                     "pip install 'oper[data]', or save the sheet as CSV") from None
     try:
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
     except FileNotFoundError:

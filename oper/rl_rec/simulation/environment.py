@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import MissingDependencyError
+from oper.errors import needs
 from oper.rl_rec.simulation.shop import (
     ACTION_DIM,
     MAX_PAGE,
@@ -17,11 +17,8 @@ from oper.rl_rec.simulation.shop import (
     Visits,
 )
 
-try:
+with needs("cannot make an environment", "oper[rl]"):
     import gymnasium
-except ImportError as error:
-    raise MissingDependencyError("cannot make an environment", "import", str(error), "gymnasium",
-                                 "install oper[rl]") from error
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):

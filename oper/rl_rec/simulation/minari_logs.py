@@ -12,17 +12,14 @@ import warnings
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.errors import FileFormatError, InvalidInputError, needs
 from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation.environment import ShopEnvironment
 from oper.rl_rec.simulation.offline import Episodes, to_go
 from oper.rl_rec.simulation.shop import ACTION_DIM, OBSERVATION_DIM, RETURNING_DIM, Shop
 
-try:
+with needs("cannot read or write Minari data sets", "oper[rl]"):
     import minari
-except ImportError as error:
-    raise MissingDependencyError("cannot read or write Minari data sets", "import", str(error),
-                                 "minari", "install oper[rl]") from error
 
 
 def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
