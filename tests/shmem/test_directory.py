@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
@@ -172,8 +172,30 @@ def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]
     return result
 
 
+def long_stripes(weights: tuple[int, ...]) -> tuple[TablePlan, int]:
+    tier = Tier(0, 20011, "striped", (2, 0, 1), weights)
+    return TablePlan(TableSpec("t", 20011, 4, ("f",), "sum", optimizer="sgd"),
+                     (Piece(0, 4, (tier,)),)), 3
+
+
+def many_tiers() -> tuple[TablePlan, int]:
+    """More tiers than a vector register has lanes, with a head over most of them."""
+    cuts = [0, 1, 2, 40, 41, 90, 200, 201, 300, 450, 451, 700, 800, 997]
+    kinds = itertools.cycle(("owned", "striped", "replicated"))
+    parts = tuple(Tier(a, b, kind, (1,) if kind == "owned" else (2, 0, 1))
+                  for (a, b), kind in zip(itertools.pairwise(cuts), kinds, strict=False))
+    head = np.random.default_rng(3).permutation(997)[:800]
+    return TablePlan(TableSpec("t", 997, 4, ("f",), "sum", optimizer="sgd"),
+                     (Piece(0, 4, parts),), head.astype(np.int64)), 3
+
+
 @SLOW
 @given(table_plans(max_rows=200, max_world=4), st.integers(0, 2**31))
+@example(many_tiers(), 1)
+@example(long_stripes((1, 1, 1)), 0)
+@example(long_stripes((7, 3, 1)), 0)
+@example(long_stripes((1000, 999, 2097)), 0)
+@example(long_stripes((1, 4094, 1)), 0)
 def test_kernels_and_numpy_agree_on_the_place_of_every_row(case: tuple[TablePlan, int], seed: int
                                                            ) -> None:
     entry, world_size = case
@@ -190,29 +212,3 @@ def test_kernels_and_numpy_agree_on_the_place_of_every_row(case: tuple[TablePlan
         assert_bitwise(result["found"], want, "rows before the update")
         assert_bitwise(result["after"], after, "rows after the update")
         assert_bitwise(result["read"][ids], after, "rows read in logical order")
-
-
-@pytest.mark.parametrize("weights", [(1, 1, 1), (7, 3, 1), (1000, 999, 2097), (1, 4094, 1)])
-def test_long_weighted_stripes(weights: tuple[int, ...]) -> None:
-    spec = TableSpec("t", 20011, 4, ("f",), "sum", optimizer="sgd")
-    tier = Tier(0, spec.num_rows, "striped", (2, 0, 1), weights)
-    plan = Plan(3, (TablePlan(spec, (Piece(0, 4, (tier,)),)),))
-    ids = torch.arange(spec.num_rows)
-    for result in run_ranks(3, lambda group: _rows_found(group, plan, ids)):
-        assert torch.equal(result["found"][:, 0], ids.float())
-        assert_bitwise(result["after"], result["read"], "rows after the update")
-
-
-def test_many_tiers() -> None:
-    """Covers more tiers than a vector register has lanes, with a head over most of them."""
-    spec = TableSpec("t", 997, 4, ("f",), "sum", optimizer="sgd")
-    cuts = [0, 1, 2, 40, 41, 90, 200, 201, 300, 450, 451, 700, 800, 997]
-    kinds = itertools.cycle(("owned", "striped", "replicated"))
-    parts = tuple(Tier(a, b, kind, (1,) if kind == "owned" else (2, 0, 1))
-                  for (a, b), kind in zip(itertools.pairwise(cuts), kinds, strict=False))
-    head = np.random.default_rng(3).permutation(spec.num_rows)[:800]
-    plan = Plan(3, (TablePlan(spec, (Piece(0, 4, parts),), head.astype(np.int64)),))
-    ids = torch.randperm(spec.num_rows, generator=torch.Generator().manual_seed(1))
-    for result in run_ranks(3, lambda group: _rows_found(group, plan, ids)):
-        assert torch.equal(result["found"][:, 0], ids.float())
-        assert_bitwise(result["read"][ids], result["after"], "rows after the update")

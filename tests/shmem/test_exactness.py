@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
-from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.world_support import run_world
@@ -36,23 +36,6 @@ def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer
         f"rich{seed}": rp.rich_plan(case.tables, world_size, seed, columns=world_size == 1)
         for seed in (1, 2)}
     check(case, plans[plan], optimizer, num_steps)
-
-
-@pytest.mark.parametrize(
-    "chosen", [RowWiseAdagrad(0.05, weight_decay=0.1), PartialRowWiseAdam(0.01)],
-    ids=["l2 decay", "partial adam"])
-def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRowWiseAdam) -> None:
-    """A row-wise state is computed from the complete row, however its columns are split."""
-    table = TableSpec("t", 50, 24, ("f",), "sum", optimizer=chosen.name)
-    case = rs.Case((table,), ("f",))
-    steps = rs.make_steps(case, 2, STEPS)
-    split = Plan(2, (TablePlan(table, (
-        Piece(0, 8, (Tier(0, 50, "striped", (1, 0)),)),
-        Piece(8, 12, (Tier(0, 20, "replicated", (0, 1)), Tier(20, 50, "owned", (1,)))),
-        Piece(12, 24, (Tier(0, 50, "owned", (0,)),)))),))
-    a, b = (rs.train_virtual(case, plan, steps, chosen).weights["t"]
-            for plan in (uniform_plan([table], 2, "striped"), split))
-    assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -464,6 +464,7 @@ def test_weights_of_read_only_tables_must_not_need_gradients() -> None:
     case = rs.dlrm_case("none", weighted=True)
     tables = ShardedTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
     batch = rs.make_batch(case, 5, 3)
+    assert not tables.lookup(batch.lookup(case)).requires_grad
     batch.weights.requires_grad_()
     with pytest.raises(InvalidInputError, match="per-sample weights"):
         tables.lookup(batch.lookup(case))

@@ -307,16 +307,6 @@ def test_reads_wait_for_the_update_under_way(alone: Any) -> None:
     rs.assert_bitwise(inside, tables.read("large"), "rows")
 
 
-def test_lookups_without_gradients_detect_changed_ids(alone: Any) -> None:
-    case, tables, part = alone
-    batch = part.lookup(case)
-    with MicroBatches([tables]), torch.no_grad():
-        begun = tables.turns.parts.start(batch).result()
-        batch.ids.zero_()
-        with pytest.raises(InvalidInputError, match="changed in place"):
-            tables.lookup(begun)
-
-
 def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
     case = rs.dlrm_case()
 

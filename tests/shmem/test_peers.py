@@ -48,12 +48,28 @@ def _train_in_parts(tables: ShardedTables, batch: Lookup) -> None:
         _train(tables, batch)
 
 
-_MALFORMED = {
+_IDS = torch.arange(10)
+Spoil = Callable[[Lookup], Lookup]
+_MALFORMED: dict[str, Spoil] = {
     "number of lengths": lambda b: replace(b, lengths=b.lengths[1:]),
     "device": lambda b: replace(b, ids=b.ids.to("meta")),
     "batch size": lambda b: replace(b, ids=b.ids[:0], batch_size=0),
     "sum of lengths": lambda b: replace(b, lengths=b.lengths - 1),
 }
+_REFUSED: dict[str, Spoil] = {**_MALFORMED, "id": lambda b: replace(b, ids=_IDS + 95)}
+# Of these, bounds="warning" repairs the ids.
+_FATAL: dict[str, Spoil] = {**_REFUSED, "bag": lambda b: Lookup(
+    _IDS[:1], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1,
+    shared=SharedBags(torch.tensor([1]), torch.tensor([[0] * 9 + [1]])))}
+_WORDS = {"id": "id=100", "sum of lengths": r"sum\(lengths\)", "number of lengths": "lengths",
+          "device": "device of ids", "batch size": "lengths", "bag": "inverse_indices"}
+
+
+def _plan(pushes: bool = True, kind: str = "striped", **fields: Any) -> Plan:
+    """100 rows of one table on two ranks."""
+    spec = TableSpec("t", 100, 4, ("f",), "sum", **{"optimizer": "sgd"} | fields)
+    plan = uniform_plan([spec], 2, kind)
+    return pushed(plan) if pushes else plan
 
 
 def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str = "fatal",
@@ -91,49 +107,28 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
     assert any(isinstance(e, PeerLostError) and e.rank == 1 for e in errors)
 
 
-_IDS = torch.arange(10)
-_ONE_BAG = SharedBags(torch.tensor([1]), torch.tensor([[0] * 9 + [1]]))
-
-
-@pytest.mark.parametrize(("batch", "words"), [
-    (bags_of_one(torch.where(_IDS == 3, 100, _IDS)), "id=100"),
-    (replace(bags_of_one(_IDS), lengths=torch.full((10,), 2)), r"sum\(lengths\)"),
-    (replace(bags_of_one(_IDS), lengths=torch.ones(9, dtype=torch.int64)), "lengths"),
-    (Lookup(_IDS[:1], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1,
-            shared=_ONE_BAG), "inverse_indices"),
-], ids=["id", "sum of lengths", "number of lengths", "bag"])
-@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
-def test_a_refused_batch_releases_the_others(batch: Lookup, words: str, pushes: bool) -> None:
-    """All ranks skip the batch, and the next one is trained as if it had not existed."""
-    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
-    plan = pushed(plan) if pushes else plan
-    errors = _one_rank_refuses(plan, lambda rank: batch if rank else bags_of_one(_IDS))
-    (mine,) = [e for e in errors if isinstance(e, InvalidInputError)]
-    (others,) = [e for e in errors if isinstance(e, PeerLostError)]
-    assert re.search(words, str(mine)), mine
-    assert others.rank == 1 and "refused its batch" in str(others)
-
-
-@pytest.mark.parametrize("spoil", _MALFORMED.values(), ids=_MALFORMED)
-@pytest.mark.parametrize("bounds", ["fatal", "warning"])
+@pytest.mark.parametrize("kind, bounds", [
+    *((kind, bounds) for kind in _MALFORMED for bounds in ("fatal", "warning")),
+    ("id", "fatal"), ("bag", "fatal")])
 @pytest.mark.parametrize("train", [_train, _train_resolved, _train_in_parts],
                          ids=["at once", "resolved", "in parts"])
 @pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
-def test_a_malformed_batch_releases_the_others(
-        spoil: Callable[[Lookup], Lookup], bounds: str,
-        train: Callable[[ShardedTables, Lookup], None], pushes: bool) -> None:
-    """Includes batches that a thread has resolved in advance."""
-    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
-    plan = pushed(plan) if pushes else plan
-    errors = _one_rank_refuses(plan, lambda rank: (spoil if rank else replace)(bags_of_one(_IDS)),
-                               bounds, train)
+def test_a_refused_batch_releases_the_others(
+        kind: str, bounds: str, train: Callable[[ShardedTables, Lookup], None], pushes: bool
+        ) -> None:
+    """All ranks skip the batch, also one that a thread has resolved in advance, and the next one is
+    trained as if it had not existed."""
+    errors = _one_rank_refuses(_plan(pushes), lambda rank: (_FATAL[kind] if rank else replace)(
+        bags_of_one(_IDS)), bounds, train)
+    (mine,) = [e for e in errors if isinstance(e, InvalidInputError)]
     (others,) = [e for e in errors if isinstance(e, PeerLostError)]
+    assert re.search(_WORDS[kind], str(mine)), mine
     assert others.rank == 1 and "refused its batch" in str(others)
 
 
 def test_a_refused_gradient_of_weights_releases_the_others() -> None:
     """Read-only tables between memory domains: the other rank gets its rows, and both continue."""
-    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum")], 2, "striped"))
+    plan = _plan(optimizer="rowwise_adagrad")
 
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(plan, [("f", "t")], group, None)
@@ -152,12 +147,9 @@ def test_a_refused_gradient_of_weights_releases_the_others() -> None:
 
 
 @pytest.mark.parametrize("spoil", _MALFORMED.values(), ids=_MALFORMED)
-def test_a_malformed_batch_of_keys_releases_the_others(spoil: Callable[[Lookup], Lookup]) -> None:
-    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
-                               "striped"))
-
+def test_a_malformed_batch_of_keys_releases_the_others(spoil: Spoil) -> None:
     def body(group: ThreadGroup) -> type:
-        tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        tables = ShardedTables(_plan(), [("f", "t")], group, SGD(lr=0.1), 0.5)
         tables.keys = Keys(tables, {"t": DynamicTable()})
         batch, start = bags_of_one(_IDS + 10**12), time.monotonic()
         with pytest.raises(OperError) as caught:
@@ -170,23 +162,13 @@ def test_a_malformed_batch_of_keys_releases_the_others(spoil: Callable[[Lookup],
     assert run_ranks(2, body) == [PeerLostError, InvalidInputError]
 
 
-def test_an_invalid_id_of_a_resolved_batch_releases_the_others() -> None:
-    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
-                               "striped"))
-    errors = _one_rank_refuses(plan, lambda rank: bags_of_one(_IDS + 95 * rank),
-                               train=_train_resolved)
-    assert {type(e) for e in errors} == {InvalidInputError, PeerLostError}
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("spoil", [*_MALFORMED.values(), lambda b: replace(b, ids=_IDS + 95)],
-                         ids=[*_MALFORMED, "id"])
+@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
+@pytest.mark.parametrize("spoil", _REFUSED.values(), ids=_REFUSED)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_batch_refused_between_domains_releases_the_others(
-        mode: str, spoil: Callable[[Lookup], Lookup], dtype: str) -> None:
+        pushes: bool, spoil: Spoil, dtype: str) -> None:
     """Covers several domains, where lookups without gradients are collective, too."""
-    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", dtype, "none")], 2, "striped")
-    plan = pushed(plan) if mode == "push" else plan
+    plan = _plan(pushes, dtype=dtype, optimizer="none")
 
     def body(group: ThreadGroup) -> tuple[type, float]:
         tables = ShardedTables(plan, [("f", "t")], group, None)
@@ -204,12 +186,10 @@ def test_a_batch_refused_between_domains_releases_the_others(
     assert max(s for _, s in found) < deadline_s() / 10
 
 
-@pytest.mark.parametrize("spoil", [*_MALFORMED.values(), lambda b: replace(b, ids=_IDS + 95)],
-                         ids=[*_MALFORMED, "id"])
-def test_replicas_in_all_domains_are_not_trained_with_another_batch(
-        spoil: Callable[[Lookup], Lookup]) -> None:
+@pytest.mark.parametrize("spoil", _REFUSED.values(), ids=_REFUSED)
+def test_replicas_in_all_domains_are_not_trained_with_another_batch(spoil: Spoil) -> None:
     """Lookups of replicated rows do not wait, so the others notice the failure in their update."""
-    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "replicated")
+    plan = _plan(False, "replicated")
 
     def body(group: ThreadGroup) -> type:
         tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0))
@@ -242,12 +222,11 @@ def test_a_refused_batch_releases_the_others_in_all_tables_of_the_model(
         pushes: tuple[bool, bool], refused: int, accumulates: bool) -> None:
     """Wherever they wait; the next batch is trained as if the refused one, and what was accumulated
     for its update, had not existed."""
-    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
     good = [bags_of_one(_IDS)] * 2
     bad = [bags_of_one(_IDS + 95) if k == refused else x for k, x in enumerate(good)]
 
     def body(group: ThreadGroup) -> type:
-        both = [ShardedTables(pushed(plan) if push else plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        both = [ShardedTables(_plan(push), [("f", "t")], group, SGD(lr=0.1), 0.5)
                 for push in pushes]
         both[0].family.update(both)
         both[1].family = both[0].family
@@ -410,16 +389,17 @@ def test_a_small_table_fits_into_little_address_space(world_size: int) -> None:
     assert found == [("", "")] * world_size
 
 
-@pytest.mark.parametrize("world_size, victim", [(1, None), (2, None), (2, 1)])
-def test_too_little_address_space_is_reported_on_all_ranks(world_size: int,
-                                                           victim: int | None) -> None:
+_NAMED = ("RLIMIT_AS=", "`ulimit -v`", "OPER_OUTBOX_BYTES", "bytes=")
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_too_little_address_space_is_reported_on_all_ranks(victim: int | None) -> None:
     """The rank with the limit reports it; other ranks name that rank, and no rank waits."""
     large = TableSpec("t", 1 << 22, 16, ("f",), "sum", optimizer="sgd")  # 256 MiB, and its outbox
-    found = run_world(world_size, _under_a_limit, 200 << 20, large, victim, "")
+    found = run_world(2, _under_a_limit, 200 << 20, large, victim, "")
     for rank, (kind, text) in enumerate(found):
         assert kind == "OperError", text
-        assert "RLIMIT_AS=" in text and "`ulimit -v`" in text and "OPER_OUTBOX_BYTES" in text
-        assert "bytes=" in text
+        assert all(word in text for word in _NAMED), text
         if victim not in (None, rank):
             assert f"rank={victim}," in text
 
@@ -428,7 +408,7 @@ def test_the_remedy_named_by_the_error_helps() -> None:
     large = TableSpec("t", 1 << 21, 16, ("f",), "sum", optimizer="sgd")  # 128 MiB
     room = 220 << 20
     (kind, text), = run_world(1, _under_a_limit, room, large, None, "")
-    assert kind == "OperError" and "OPER_OUTBOX_BYTES" in text
+    assert kind == "OperError" and all(word in text for word in _NAMED), text
     assert run_world(1, _under_a_limit, room, large, None, str(8 << 20)) == [("", "")]
 
 
