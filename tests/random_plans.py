@@ -72,6 +72,20 @@ def _random_tiers(rng: np.random.Generator, num_rows: int, world_size: int) -> t
     return tuple(replace(x, memory="host") if rng.random() < 0.4 else x for x in tiers)
 
 
+def in_columns(tables: Sequence[TableSpec], world_size: int, placement: str = "owned") -> Plan:
+    """Make a plan with up to three column pieces per table, which start at no multiple of eight and
+    are striped, or owned by different ranks."""
+    entries = []
+    for k, t in enumerate(tables):
+        cuts = {t.dim // 3, t.dim // 2 + 1} if t.dim > 3 and t.may_be_split else set()
+        (tier,) = uniform_plan([t], world_size, "striped").tables[0].tiers
+        entries.append(TablePlan(t, tuple(
+            Piece(a, b, (tier if placement == "striped" else
+                         replace(tier, placement="owned", ranks=((k + a) % world_size,)),))
+            for a, b in itertools.pairwise(sorted({0, t.dim} | cuts)))))
+    return Plan(world_size, tuple(entries))
+
+
 def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
     """Return the plans that every exactness test uses."""
     plans = {p: uniform_plan(tables, world_size, p) for p in ("replicated", "striped", "owned")}

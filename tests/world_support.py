@@ -165,12 +165,22 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
         _send(False, traceback.format_exc())
 
 
+def segments() -> list[list[str]]:
+    """Return the fields of /proc/self/maps of each shared segment that this process maps."""
+    return [line.split() for line in Path("/proc/self/maps").read_text().splitlines()
+            if "memfd:oper" in line]
+
+
+def descriptors() -> list[str]:
+    """Return the names of this process's descriptors of shared segments and of other processes."""
+    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
+    return [link for link in links if "memfd:oper" in link or "pidfd" in link]
+
+
 def held_segments() -> int:
     """Count shared segments that this process maps or holds open, and descriptors that monitor
     others."""
-    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
-    return (Path("/proc/self/maps").read_text().count("memfd:oper")
-            + sum("memfd:oper" in link or "pidfd" in link for link in links))
+    return len(segments()) + len(descriptors())
 
 
 def leftovers(pids: list[int]) -> list[str]:

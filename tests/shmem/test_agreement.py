@@ -197,37 +197,24 @@ def test_tables_follow_the_group_to_which_they_are_moved() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("added", [
-    {"lr": 0.1}, {"lr": 0.1, "params": []}, {"lr": 0.1, "tables": None},
-    {"lr": 0.1, "tables": [1]}, {"lr": 0.1, "tables": ["first"]}], ids=str)
-def test_a_group_that_is_not_the_tables_own_is_an_error_on_all_ranks(added: Any) -> None:
+@pytest.mark.parametrize("spoiled, words", [
+    *((lambda groups, added=added: [*groups, added], "each in one group") for added in (
+        {"lr": 0.1}, {"lr": 0.1, "params": []}, {"lr": 0.1, "tables": None},
+        {"lr": 0.1, "tables": [1]}, {"lr": 0.1, "tables": ["first"]})),
+    *((lambda groups, lr=lr: [groups[0] | {"lr": lr}], r"lr of tables \['first', 'second'\]")
+      for lr in (float("nan"), -0.1, float("inf"), None, torch.ones(2)))])
+def test_invalid_groups_of_parameters_are_an_error_on_all_ranks(spoiled: Any, words: str) -> None:
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
-        before = _rows(tables)
+        before, groups = _rows(tables), [*tables.param_groups]
         if group.rank:
-            tables.param_groups.append(added)
+            tables.param_groups[:] = spoiled(groups)
         with pytest.raises(InvalidInputError if group.rank else PeerLostError,
-                           match="each in one group" if group.rank else "peer"):
+                           match=words if group.rank else "peer"):
             _train(tables)
         assert torch.equal(_rows(tables), before)
-        del tables.param_groups[1:]
-        _train(tables)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("lr", [float("nan"), -0.1, float("inf"), None, torch.ones(2)])
-def test_an_invalid_learning_rate_is_an_error_on_all_ranks(lr: Any) -> None:
-    def body(group: ThreadGroup) -> None:
-        tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
-        before = _rows(tables)
-        if group.rank:
-            _set_lr(tables, lr)
-        with pytest.raises(InvalidInputError if group.rank else PeerLostError,
-                           match=r"lr of tables \['first', 'second'\]" if group.rank else "peer"):
-            _train(tables)
+        tables.param_groups[:] = groups
         _set_lr(tables, torch.tensor(0.2))
-        assert torch.equal(_rows(tables), before)
         _train(tables)
 
     run_ranks(2, body)
@@ -365,65 +352,53 @@ def test_a_rank_that_skips_a_step(worlds: str) -> None:
                 assert found[0]["time"] < 2.4 * DEADLINE_S, "it waited for rank 1 to come back"
 
 
-# ---- another order -------------------------------------------------------------------------------
+# ---- another order or phase ----------------------------------------------------------------------
 
 
-def _order(rank: int, world_size: int) -> Found:
+def _differ(rank: int, world_size: int, what: str) -> Found:
+    """Make a call that is another one on rank 1."""
     model = _open(world_size)
-    outs = [getattr(model, name)(torch.arange(20).reshape(5, 4)).sum()
-            for name in ("users", "items")]
-    return _when_all_know(_outcome(lambda: [
-        out.backward() for out in (reversed(outs) if rank == 1 else outs)]))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@timed
-def test_a_rank_that_runs_collections_in_another_order(world_size: int) -> None:
-    found = run_world(world_size, _order, env=ENV)
-    _check(found, DeadlineError, 1, "gradient exchange of collection 'users' (tables users)")
-    assert "it waits in the gradient exchange of collection 'items'" in found[0]["text"]
-
-
-def _order_far(rank: int, world_size: int) -> Found:
-    model = _open(world_size)
+    tables: ShardedTables = model.users.tables
     names = ("items", "users") if rank == 1 else ("users", "items")
-    return _when_all_know(_outcome(lambda: [_step(model, name) for name in names]))
+
+    def call() -> None:
+        if what == "backward passes":
+            outs = {name: getattr(model, name)(torch.arange(20).reshape(5, 4)).sum()
+                    for name in ("users", "items")}
+            for name in names:
+                outs[name].backward()
+        elif what == "steps":
+            for name in names:
+                _step(model, name)
+        elif what == "state" and rank == 1:
+            model.state_dict()
+            tables.barrier()
+        elif what == "migration" and rank == 0:
+            tables.start_migration(Plan(world_size, (_plan(world_size, "pull").tables[0],)))
+        else:
+            _step(model, "users")
+
+    return _when_all_know(_outcome(call))
 
 
-@pytest.mark.parametrize("labels", ["ab", "abc"])
+@pytest.mark.parametrize(("what", "labels", "deadline_s", "kind", "phase", "seen"), [
+    *(("backward passes", labels, DEADLINE_S, DeadlineError, "gradient exchange",
+       "it waits in the gradient exchange of collection 'items'") for labels in ("aa", "aaa")),
+    *(("steps", labels, 60, DesyncError, "forward lookup", "") for labels in ("ab", "abc")),
+    *(("state", labels, 60, DesyncError, "gradient exchange", "") for labels in ("aa", "aaa")),
+    ("state", "ab", 3, DesyncError, "forward lookup", ""),
+    ("state", "abb", 3, DeadlineError, "forward lookup", ""),  # it waits for its neighbour first
+    ("migration", "aa", 60, DesyncError, "migration", "it was last seen in the gradient exchange")])
 @timed
-def test_another_order_between_domains_is_detected_immediately(labels: str) -> None:
-    found = run_world(len(labels), _order_far, labels=labels,
-                      env={"OPER_DEADLINE_S": "60"})
-    _check(found, DesyncError, 1, "forward lookup of collection 'users' (tables users)")
-
-
-# ---- another phase -------------------------------------------------------------------------------
-
-
-def _phase(rank: int, world_size: int) -> Found:
-    """Rank 1 saves a state while the other ranks train."""
-    model = _open(world_size)
-    found = _outcome(lambda: model.state_dict() and model.users.tables.barrier()
-                  if rank == 1 else _step(model, "users"))
-    return _when_all_know(found)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@timed
-def test_a_rank_that_reads_while_the_others_train(world_size: int) -> None:
-    found = run_world(world_size, _phase, env={"OPER_DEADLINE_S": "60"})
-    _check(found, DesyncError, 1, "gradient exchange of collection 'users' (tables users)")
-    assert all(one["time"] < 30 for one in found), "a rank waited for the deadline"
-
-
-@pytest.mark.parametrize("labels, kind", [
-    ("ab", DesyncError), ("abb", DeadlineError)])  # rank 1 waits for its neighbour first
-@timed
-def test_a_rank_of_another_domain_that_reads_while_the_others_train(
-        labels: str, kind: type[OperError]) -> None:
-    found = run_world(len(labels), _phase, labels=labels, env={"OPER_DEADLINE_S": "3"})
-    _check(found, kind, 1, "forward lookup of collection 'users' (tables users)")
+def test_a_rank_that_makes_another_call_is_named(
+        what: str, labels: str, deadline_s: float, kind: type[OperError], phase: str, seen: str
+        ) -> None:
+    """Between ranks of different phases, nobody waits until the deadline."""
+    found = run_world(len(labels), _differ, what, labels=labels,
+                      env={"OPER_DEADLINE_S": str(deadline_s)})
+    _check(found, kind, 1, f"{phase} of collection 'users' (tables users)")
+    assert seen in found[0]["text"]
+    assert deadline_s < 60 or all(one["time"] < 30 for one in found)
 
 
 def _close(rank: int, world_size: int) -> Found:
@@ -439,21 +414,6 @@ def test_a_rank_that_has_closed_its_tables_is_named() -> None:
     assert waited["kind"] == PeerLostError.__name__ and waited["rank"] == 1
     assert "has closed its tables" in waited["text"]
     assert "gradient exchange of collection 'users'" in waited["text"] and waited["time"] < 30
-
-
-def _migrate(rank: int, world_size: int) -> Found:
-    model = _open(world_size)
-    tables: ShardedTables = model.users.tables
-    plan = Plan(world_size, (_plan(world_size, "pull").tables[0],))
-    found = _outcome(lambda: tables.start_migration(plan) if rank == 0 else _step(model, "users"))
-    return _when_all_know(found)
-
-
-@timed
-def test_a_migration_by_one_rank_is_named() -> None:
-    found = run_world(2, _migrate, env={"OPER_DEADLINE_S": "60"})
-    _check(found, DesyncError, 1, "migration of collection 'users' (tables users)")
-    assert "it was last seen in the gradient exchange" in found[0]["text"]
 
 
 # ---- the verdict ---------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Gradients: not finite, clipped, of per-sample weights."""
 
-import itertools
 import math
 import time
 import warnings
@@ -13,7 +12,7 @@ from torch import nn
 
 import oper
 from oper.errors import InvalidInputError, OperError
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD, Adam, RowWiseAdagrad
@@ -302,21 +301,10 @@ def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: in
     want = rs.train_reference(case, steps, optimizer, torch.float64)
     for plan in (rp.mixed_plan(case.tables, world_size, 1),
                  rp.rich_plan(case.tables, world_size, 2, True),
-                 split_plan(case, world_size)):
+                 rp.in_columns(case.tables, world_size)):
         assert_close(train_sharded(case, plan, steps, optimizer), want, 2e-5)
     free = rs.train_reference(case, steps, BASES[base], torch.float64)
     assert (free.weights["two"] - want.weights["two"]).abs().max() > 1e-3
-
-
-def split_plan(case: rs.Case, world_size: int) -> Plan:
-    """A plan that splits tables of more than four columns into two pieces on different ranks."""
-    entries = []
-    for t in case.tables:
-        cut = [0, t.dim // 2 // 4 * 4 + 4, t.dim] if t.dim > 4 else [0, t.dim]
-        entries.append(TablePlan(t, tuple(
-            Piece(a, b, (Tier(0, t.num_rows, "owned", (k % world_size,)),))
-            for k, (a, b) in enumerate(itertools.pairwise(cut)))))
-    return Plan(world_size, tuple(entries))
 
 
 def test_each_table_has_its_own_limits() -> None:

@@ -26,38 +26,22 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.support import map_tiers
-from tests.world_support import run_world
+from tests.world_support import descriptors, held_segments, run_world, segments
 
 
-def segments() -> list[str]:
-    """Permissions of the segments that this process maps, e.g. ``["rw-s", "r--s"]``."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split()[1] for line in lines if "memfd:oper" in line]
-
-
-def descriptors() -> list[str]:
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(os.readlink(path))
-        except OSError:
-            continue
-    return [f for f in found if "memfd:oper" in f or "pidfd" in f]
-
-
-def _permissions(rank: int, world_size: int) -> tuple[list[str], list[str], list[str], list[str]]:
+def _permissions(rank: int, world_size: int) -> tuple[list[str], list[str], int]:
     heap = HostHeap(ProcessGroup(), [4096 * (r + 1) for r in range(world_size)])
-    held, opened = segments(), descriptors()
+    held, opened = [fields[1] for fields in segments()], descriptors()
     heap.close()
-    return held, opened, segments(), descriptors()
+    return held, opened, held_segments()
 
 
 def test_a_rank_can_write_only_its_own_arena() -> None:
-    for held, opened, after, after_open in run_world(2, _permissions):
+    for held, opened, after in run_world(2, _permissions):
         # Own arena and the control segment are writable, the peer's arena is not.
         assert sorted(held) == ["r--s", "rw-s", "rw-s"]
         assert not any("memfd" in f for f in opened), "segments are held by their mappings alone"
-        assert after == [] and after_open == []
+        assert after == 0
 
 
 def test_segments_are_sealed() -> None:

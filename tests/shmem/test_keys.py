@@ -509,7 +509,7 @@ def test_hash_spreads_over_buckets() -> None:
     {"admit_probability": 0}, {"admit_probability": 1.5}, {"admit_probability": float("nan")},
     {"admit_after": 2, "admit_probability": 0.5}, {"eviction": "fifo"}, {"half_life": 3},
     {"eviction": "lfu", "half_life": 0}, {"time_to_live": -1}, {"seed": 1 << 63}, {"seed": "a"},
-    {"init_bound": -1.0}, {"init_bound": float("inf")}])
+    {"init_bound": -1.0}, {"init_bound": float("inf")}, {"init_bound": 1e39}])
 def test_refused_configurations(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=f"invalid dynamic table: {list(fields)[-1]}="):
         DynamicTable(**fields)

@@ -126,13 +126,14 @@ def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -
         rs.assert_near(parts[0], whole[0], "parts", 2e-5)
 
 
-def test_one_rank_and_unpooled() -> None:
+@pytest.mark.parametrize("world_size, how, tolerance", [(1, "ahead", 2e-5), (2, "joined", 0.0)])
+def test_unpooled(world_size: int, how: str, tolerance: float) -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
     case = replace(rs.dlrm_case(), tables=tables)
-    plan = rp.mixed_plan(tables, 1, 1)
-    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how)
-                    for how in ("whole", "ahead"))
-    rs.assert_near(ahead, whole, "ahead", 2e-5)
+    plan = rp.mixed_plan(tables, world_size, 1)
+    whole, other = (rs.run_ranks(world_size, lambda g, how=how: train(
+        case, plan, EVERY["sgd"], g, how)) for how in ("whole", how))
+    rs.assert_near(other, whole, how, tolerance)
 
 
 def test_messages_of_eight_bits_are_reproducible() -> None:
@@ -434,15 +435,6 @@ def test_equals_one_batch(world_size: int, optimizer: str) -> None:
         micro, whole = (rs.run_ranks(world_size, lambda g, how=how, plan=plan: train(
             case, plan, EVERY[optimizer], g, how)) for how in ("whole", "joined"))
         rs.assert_bitwise(micro, whole, "micro-batches and one batch")
-
-
-def test_unpooled() -> None:
-    tables = tuple(replace(t, dim=16, pooling="none") for t in rs.dlrm_case().tables)
-    case = replace(rs.dlrm_case(), tables=tables)
-    micro, whole = (rs.run_ranks(2, lambda g, how=how: train(
-        case, rp.mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
-        for how in ("whole", "joined"))
-    rs.assert_bitwise(micro, whole, "micro-batches and one batch")
 
 
 def test_keys_in_another_order_and_optional_weights() -> None:

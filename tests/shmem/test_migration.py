@@ -16,6 +16,7 @@ from oper.shmem import migration
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 from tests import random_plans as rp, runtime_support as rs
+from tests.world_support import segments
 
 STEPS = 12
 START = 2
@@ -161,12 +162,6 @@ def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> No
                       rs.train_virtual(case, plan, steps, chosen).weights, "weights")
 
 
-def _segments() -> list[str]:
-    """Inodes of the segments that this process maps, one per mapping."""
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        return [line.split()[4] for line in maps if "memfd:oper" in line]
-
-
 def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # tables of earlier tests
     case = rs.dlrm_case("rowwise_adagrad")
@@ -176,10 +171,11 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
     other = uniform_plan(case.tables, 2, "owned")
     available = migration._available_bytes
     lock, found = threading.Lock(), []
-    outside = set(_segments())  # of other tests, whose threads may yet let them go
+    # Of other tests, whose threads may yet let them go.
+    outside = {fields[4] for fields in segments()}
 
     def count() -> int:
-        return sum(inode not in outside for inode in _segments())
+        return sum(fields[4] not in outside for fields in segments())
 
     def between(tables: ShardedTables, step: int) -> None:
         if step == 1:

@@ -30,6 +30,7 @@ from oper.shmem.placement.outbox import needed_bytes
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests.random_plans import in_columns
 from tests.runtime_support import bags_of_one, run_ranks
 from tests.support import pushed
 from tests.world_support import run_world
@@ -264,13 +265,6 @@ def _shapes(world_size: int, count: int) -> list[TableSpec]:
                       optimizer="rowwise_adagrad") for k in range(count)]
 
 
-def _in_columns(spec: TableSpec, world_size: int) -> TablePlan:
-    cut = spec.dim // 2
-    pieces = tuple(Piece(a, b, (Tier(0, spec.num_rows, "striped", tuple(range(world_size))),))
-                   for a, b in ((0, cut), (cut, spec.dim)))
-    return TablePlan(spec, pieces)
-
-
 def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
     """A batch with every row of every table, several times."""
     size = max(s.num_rows for s in specs)
@@ -294,15 +288,17 @@ def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPat
     """Batches of all rows fit the computed size, which is not rounded up in this test."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     specs = _shapes(world_size, count)
-    plan = uniform_plan(specs, world_size, kind) if kind != "columns" else Plan(
-        world_size, tuple(_in_columns(s, world_size) for s in specs))
+    plan = (in_columns(specs, world_size, "striped") if kind == "columns"
+            else uniform_plan(specs, world_size, kind))
     features = [(f"f{k}", s.name) for k, s in enumerate(specs)]
 
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.1), 1 / world_size)
         needed = needed_bytes(tables.directories)
         assert needed == tables._layout.outbox_bytes
-        assert needed <= sum(s.num_rows * (s.dim + 2) * 4 for s in specs) + 4096 * (3 + count)
+        most = sum(t.table.num_rows * (t.table.dim + max(2, len(t.pieces))) * 4
+                   for t in plan.tables)
+        assert needed <= most + 4096 * (3 + count)
         with tables.no_sync():  # passes that are added up name the same rows
             tables.lookup(_whole_tables(specs, 1)).sum().backward()
         tables.lookup(_whole_tables(specs, 3)).sum().backward()

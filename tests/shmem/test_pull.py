@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oper.errors import InvalidInputError
-from oper.plan import Piece, uniform_plan
+from oper.plan import uniform_plan
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import Lookup
 from oper.shmem.exchange import pull
@@ -209,14 +209,8 @@ STEPS = 5
 
 def some_plans(case: rs.Case, world_size: int) -> dict:
     striped = uniform_plan(case.tables, world_size, "striped")
-    split = []
-    for entry in striped.tables:
-        (tier,) = entry.tiers
-        dim = entry.table.dim
-        cuts = (Piece(0, dim // 2, (tier,)), Piece(dim // 2, dim, (tier,)))
-        split.append(replace(entry, pieces=cuts if dim > 8 else entry.pieces))
     return {"mixed0": rp.mixed_plan(case.tables, world_size, 0), "striped": striped,
-            "push": pushed(striped), "columns": replace(striped, tables=tuple(split))}
+            "push": pushed(striped), "columns": rp.in_columns(case.tables, world_size, "striped")}
 
 
 def resolved_ahead(tables: ShardedTables, lookups: list[Lookup]) -> Iterator[Lookup]:

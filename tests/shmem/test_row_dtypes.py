@@ -1,13 +1,12 @@
 """Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding independent of plans."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from oper.plan import Piece, Plan, TablePlan, uniform_plan
+from oper.plan import Plan, uniform_plan
 from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
@@ -22,20 +21,6 @@ SEED = 11
 
 def narrow(case: rs.Case, dtype: str) -> rs.Case:
     return replace(case, tables=tuple(replace(t, dtype=dtype) for t in case.tables))
-
-
-def split_by_columns(case: rs.Case, world_size: int) -> Plan:
-    """Pieces do not start at multiples of eight columns, and are on different ranks."""
-    tables = []
-    for k, t in enumerate(case.tables):
-        cuts = {t.dim // 3, t.dim // 2 + 1} if t.dim > 4 and t.may_be_split else set()
-        at = sorted({0, t.dim} | cuts)
-        tier = uniform_plan([t], world_size, "striped").tables[0].tiers[0]
-        pieces = tuple(
-            Piece(a, b, (replace(tier, placement="owned", ranks=((k + a) % world_size,)),))
-            for a, b in itertools.pairwise(at))
-        tables.append(TablePlan(t, pieces))
-    return Plan(world_size, tuple(tables))
 
 
 def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
@@ -159,7 +144,7 @@ def rounded_step(case: rs.Case, wide: dict, dtype: str, step: int = 1) -> dict[s
 def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
     """For every optimizer and kind of plan, a step is bitwise the rounded fp32 step."""
     case = rs.dlrm_case(EVERY[optimizer].name, weighted=True)
-    plans = ((1, rp.mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
+    plans = ((1, rp.mixed_plan(case.tables, 1, 5)), (3, rp.in_columns(case.tables, 3))) if (
         dtype == "float16") else ((2, rp.mixed_plan(case.tables, 2, 1)),
                                   (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
