@@ -8,27 +8,33 @@ import pytest
 from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
-from oper.shmem.optim.optimizers import SGD
 from tests import random_plans as rp, runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
 from tests.world_support import run_world
 
 
-def _train(rank: int, world_size: int, plan: Plan) -> tuple[rs.Result, dict[str, list[int]]]:
+def _train(rank: int, world_size: int, plan: Plan, optimizer: str, rates: tuple[float, ...] = ()
+           ) -> tuple[rs.Result | str, dict[str, list[int]]]:
+    """Train as a host of one rank; an error is returned as text. `rates`: by step, times the rank,
+    what is added to the learning rate."""
     os.environ["OPER_DOMAIN"] = str(rank)
     runtime: Any = rs
     runtime.ShardedTables = emulated.device_tables  # this process is only for this
     emulated.replace_library()
-    case = small_case("rowwise_adagrad")
-    steps = rs.make_steps(case, world_size, 2)
+    steps = rs.make_steps(small_case(optimizer), world_size, 2)
     sent: dict[str, list[int]] = {}
 
     def between(tables: Any, step: int) -> None:
+        if step < len(rates):
+            tables.param_groups[0]["lr"] += rates[step] * rank
         sent.update(tables.sent_bytes())
 
-    return rs.train_rank(case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], ProcessGroup(),
-                         between), sent
+    try:
+        return rs.train_rank(small_case(optimizer), plan, steps, rs.OPTIMIZERS[optimizer],
+                             ProcessGroup(), between), sent
+    except InvalidInputError as error:
+        return str(error), sent
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -37,7 +43,8 @@ def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) 
     case = small_case("rowwise_adagrad")
     plan = (rp.rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
             else rp.plans_for(case.tables, 4)["mixed1"])
-    found = run_world(world_size, _train, plan, env={"OPER_OUTBOX_BYTES": str(4 << 20)})
+    found = run_world(world_size, _train, plan, "rowwise_adagrad",
+                      env={"OPER_OUTBOX_BYTES": str(4 << 20)})
     host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 2),
                             rs.OPTIMIZERS["rowwise_adagrad"])
     rs.assert_bitwise(vars(host), vars(rs.merge_ranks([result for result, _ in found])), "result")
@@ -45,26 +52,9 @@ def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) 
         assert sum(sent["rows"]) > 0 and sum(sent["gradient_rows"]) > 0 and not sent["rows"][rank]
 
 
-def _train_at_another_rate(rank: int, world_size: int, plan: Plan) -> str:
-    os.environ["OPER_DOMAIN"] = str(rank)
-    runtime: Any = rs
-    runtime.ShardedTables = emulated.device_tables
-    emulated.replace_library()
-    case = small_case("sgd")
-    steps = rs.make_steps(case, world_size, 2)
-
-    def between(tables: Any, step: int) -> None:
-        tables.param_groups[0]["lr"] = 1.0 + step * rank
-
-    try:
-        rs.train_rank(case, plan, steps, SGD(lr=1.0), ProcessGroup(), between)
-    except InvalidInputError as error:
-        return str(error)
-    return ""
-
-
 def test_hosts_with_other_learning_rates_do_not_update(emulation: pytest.MonkeyPatch) -> None:
     emulated.load()
     plan = uniform_plan(small_case("sgd").tables, 2, "striped")
-    for error in run_world(2, _train_at_another_rate, plan, env={"OPER_OUTBOX_BYTES": "4194304"}):
+    for error, _ in run_world(2, _train, plan, "sgd", (0.0, 1.0),
+                              env={"OPER_OUTBOX_BYTES": str(4 << 20)}):
         assert "different learning rates" in error
