@@ -20,59 +20,58 @@ from tests.runtime_support import assert_bitwise
 _MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("before, after", [
-    (oper.Adam(), oper.Adagrad()), (_MOMENTUM, oper.Adagrad()), (oper.Adagrad(), _MOMENTUM),
-    (_MOMENTUM, oper.LarsSGD(lr=0.1)), (oper.Adagrad(), oper.Adam())],
-    ids=lambda x: type(x).__name__)
-def test_states_are_not_loaded_with_another_meaning(before: Any, after: Any, tmp_path: Path
-                                                    ) -> None:
-    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
-                     for o in (before, after))
-    oper.save_checkpoint(tmp_path / "saved", saved)
-    kept = loaded.weight.detach().clone()
-    with pytest.raises(InvalidInputError, match=rf"optimizer={before.name!r}.*{after.name!r}.*of "
-                                                "the run that saved"):
-        oper.load_checkpoint(tmp_path / "saved", loaded)
-    assert torch.equal(loaded.weight, kept)
+def _bag() -> nn.Module:
+    return nn.EmbeddingBag(20, 4, mode="sum")
 
 
-@pytest.mark.parametrize("before, after", [
-    (oper.Adam(), oper.AdamW()), (_MOMENTUM, oper.SGD(lr=0.1))], ids=lambda x: type(x).__name__)
-def test_states_with_the_same_meaning_and_rows_without_their_state_are_loaded(
-        before: Any, after: Any, tmp_path: Path) -> None:
-    saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o)
-                     for o in (before, after))
-    saved(torch.tensor([[3, 5]])).sum().backward()
-    oper.save_checkpoint(tmp_path / "saved", saved)
-    oper.load_checkpoint(tmp_path / "saved", loaded)
-    assert torch.equal(loaded.weight, saved.weight)
+def _saved_and_loaded(make: Any, optimizers: tuple[Any, Any], folder: Path, are_saved: bool,
+                      are_loaded: bool) -> tuple[Any, Any]:
+    """Save a trained module and load it into another one; the states of a collection are a part of
+    its ``fused_optimizer`` only."""
+    saved, loaded = (oper.shard(make(), optimizer=o) for o in optimizers)
+    out = saved(torch.tensor([[3, 5]])) if make is _bag else saved(
+        kjt(torch.tensor([3, 5]))).values()
+    out.sum().backward()
+    oper.save_checkpoint(folder, saved, saved.fused_optimizer if are_saved else None)
+    kept = {name: value.clone() for name, value in loaded.state_dict().items()}
+    try:
+        oper.load_checkpoint(folder, loaded, loaded.fused_optimizer if are_loaded else None)
+    except InvalidInputError:
+        assert_bitwise(dict(loaded.state_dict()), kept, "rows")
+        raise
+    return saved, loaded
 
 
-@pytest.mark.parametrize("are_saved", [False, True])
-def test_rows_of_a_collection_are_loaded_without_the_states_of_another_optimizer(
-        are_saved: bool, tmp_path: Path) -> None:
-    """The states of a collection are a part of its ``fused_optimizer`` only."""
-    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.Adagrad()))
-    saved(kjt(torch.tensor([3, 5]))).values().sum().backward()
-    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer if are_saved else None)
-    oper.load_checkpoint(tmp_path / "saved", loaded)
-    assert_bitwise(loaded.state_dict(), saved.state_dict(), "rows")
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
-def test_rows_of_a_collection_are_loaded_into_tables_whose_optimizer_has_no_state(tmp_path: Path
-                                                                                ) -> None:
-    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.SGD(lr=0.1)))
-    saved(kjt(torch.tensor([3, 5]))).values().sum().backward()
-    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer)
-    oper.load_checkpoint(tmp_path / "saved", loaded, loaded.fused_optimizer)
-    assert_bitwise(loaded.state_dict(), saved.state_dict(), "rows")
+@pytest.mark.parametrize("make, before, after", [
+    *((_bag, *pair) for pair in (
+        (oper.Adam(), oper.Adagrad()), (_MOMENTUM, oper.Adagrad()), (oper.Adagrad(), _MOMENTUM),
+        (_MOMENTUM, oper.LarsSGD(lr=0.1)), (oper.Adagrad(), oper.Adam()))),
+    (collection, _MOMENTUM, oper.Adagrad())], ids=_name)
+def test_states_are_not_loaded_with_another_meaning(make: Any, before: Any, after: Any,
+                                                    tmp_path: Path) -> None:
+    is_collection = make is collection
+    with pytest.raises(InvalidInputError, match="of the run that saved" if is_collection else
+                       rf"optimizer={before.name!r}.*{after.name!r}.*of the run that saved"):
+        _saved_and_loaded(make, (before, after), tmp_path / "saved", is_collection, is_collection)
 
 
-def test_states_of_a_collection_are_not_loaded_with_another_meaning(tmp_path: Path) -> None:
-    saved, loaded = (oper.shard(collection(), optimizer=o) for o in (_MOMENTUM, oper.Adagrad()))
-    oper.save_checkpoint(tmp_path / "saved", saved, saved.fused_optimizer)
-    with pytest.raises(InvalidInputError, match="of the run that saved"):
-        oper.load_checkpoint(tmp_path / "saved", loaded, loaded.fused_optimizer)
+@pytest.mark.parametrize("make, before, after, are_saved, are_loaded", [
+    # States with the same meaning, and tables whose optimizer has no state.
+    (_bag, oper.Adam(), oper.AdamW(), False, False),
+    (_bag, _MOMENTUM, oper.SGD(lr=0.1), False, False),
+    (collection, _MOMENTUM, oper.SGD(lr=0.1), True, True),
+    # Rows without the states of another optimizer.
+    (collection, _MOMENTUM, oper.Adagrad(), False, False),
+    (collection, _MOMENTUM, oper.Adagrad(), True, False)], ids=_name)
+def test_rows_are_loaded(make: Any, before: Any, after: Any, are_saved: bool, are_loaded: bool,
+                         tmp_path: Path) -> None:
+    saved, loaded = _saved_and_loaded(make, (before, after), tmp_path / "saved", are_saved,
+                                      are_loaded)
+    assert_bitwise(dict(loaded.state_dict()), dict(saved.state_dict()), "rows")
 
 
 def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:

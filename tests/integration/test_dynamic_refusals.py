@@ -178,11 +178,6 @@ def test_a_table_of_one_row_on_many_ranks() -> None:
         assert [admitted, evicted] == [3, 2] and refused == world_size * 501 - 2
 
 
-def test_init_bounds_must_fit_float32() -> None:
-    with pytest.raises(InvalidInputError, match="init_bound"):
-        oper.DynamicTable(init_bound=1e39)
-
-
 def test_a_key_that_lost_and_regained_its_row() -> None:
     """A key lost its row and got the same row again: the gradient is for the earlier assignment."""
     model = shard(bag(2), ONE_ROW)

@@ -150,35 +150,6 @@ def test_plans_change_no_bit() -> None:
                 assert_bitwise(found[k], wanted[k], f"{placement} {migrates} {k}")
 
 
-def _save_and_resume(rank: int, world_size: int, folder: str, resumed: bool) -> Any:
-    model = shard(bag())
-    if resumed:
-        extra = oper.load_checkpoint(folder, model)
-        assert extra == {"step": STEPS // 2}
-    outputs = []
-    for step in range(STEPS // 2 if resumed else 0, STEPS):
-        if step == STEPS // 2 and not resumed:
-            oper.save_checkpoint(folder, model, extra={"step": step})
-        outputs.append(step_of(model, step, rank, world_size))
-    return (torch.stack(outputs[-STEPS // 2:]), records(model), model.tables.read("weight"),
-            model.tables.read("weight", part="momentum1"), model.tables.keys.clock("weight"))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_resumes_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
-    """On the same number of ranks, states are bit-identical; on others, keys are equal."""
-    folder = str(tmp_path / "checkpoint")
-    want = run_world(world_size, _save_and_resume, folder, False)
-    for found, wanted in zip(run_world(world_size, _save_and_resume, folder, True), want,
-                             strict=True):
-        for k in range(4):
-            assert_bitwise(found[k], wanted[k], str(k))
-        assert found[4] == wanted[4] == STEPS
-    for found in run_world(3 - world_size, _save_and_resume, folder, True):
-        assert torch.equal(found[1], want[0][1])
-        assert torch.allclose(found[2], want[0][2], rtol=1e-4, atol=1e-5)
-
-
 def test_a_state_dict_of_another_table_is_refused() -> None:
     model = shard(bag())
     for step in range(3):
@@ -288,22 +259,6 @@ def test_keys_may_change_between_the_passes() -> None:
     out.sum().backward()
     want(keys_of(0)).sum().backward()
     assert torch.equal(records(model), records(want))
-
-
-def test_gradients_of_reassigned_rows_are_refused() -> None:
-    """A gradient is refused if its row has been given to another key; others are applied."""
-    model = shard(bag(3), oper.DynamicTable())
-    model(torch.tensor([[1, 2]])).sum().backward()
-    first, second = model(torch.tensor([[1]])), model(torch.tensor([[2, 2]]))
-    second.sum().backward()  # keeps both
-    first.sum().backward()
-    late = model(torch.tensor([[2]]))
-    model(torch.tensor([[3]])).sum().backward()  # takes the row of 2
-    before = model.weight.detach().clone()
-    with pytest.raises(InvalidInputError, match=r"have lost their rows since the lookup=\[2\]"):
-        late.sum().backward()
-    assert torch.equal(model.weight.detach(), before)
-    model(torch.tensor([[3]])).sum().backward()
 
 
 def test_keys_of_another_type_are_refused() -> None:
