@@ -98,6 +98,19 @@ class World:
         self._folder.cleanup()
 
 
+@contextlib.contextmanager
+def caught(*kinds: type[BaseException]) -> Iterator[list[str]]:
+    """Yield a list that gets the error that the block raises, as ``"Kind: text"``; without `kinds`,
+    an error of this project."""
+    from oper.errors import OperError
+
+    found, kinds = list[str](), kinds or (OperError,)
+    try:
+        yield found
+    except kinds as error:
+        found.append(f"{type(error).__name__}: {error}")
+
+
 def fork() -> int:
     """Call `os.fork` while torch's threads are idle. CPython 3.11 waits for ever in the child if
     another thread creates or deletes its Python state at that moment, as gloo's threads do after a

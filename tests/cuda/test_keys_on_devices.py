@@ -31,6 +31,7 @@ from tests.integration import module_support
 from tests.random_plans import mixed_plan, rich_plan
 from tests.runtime_support import Case, assert_bitwise, run_ranks
 from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
+from tests.world_support import caught
 
 # Dynamic tables of one and several buckets, one with two features, and a static one between them.
 CASE = Case(tuple(TableSpec(name, rows, dim, features, pooling, "float32", "sgd")
@@ -258,14 +259,12 @@ def test_a_refused_batch_changes_no_directory(emulation: pytest.MonkeyPatch) -> 
 
     def body(group: ThreadGroup, refuses: bool) -> tuple[Trained, list[str]]:
         tables = open_dynamic(plan, group, rules)
-        outputs, messages = [], []
+        outputs, messages = [], list[str]()
         for step in range(3):
             if refuses and step == 1:
-                try:
+                with caught() as messages:
                     step_of(tables, spoiled if group.rank == 1 else feed(2)(7, 0))
                     tables.synchronize()
-                except OperError as error:
-                    messages.append(str(error))
             outputs.append(step_of(tables, feed(2)(step, group.rank)))
         return found_in(tables, outputs), messages
 
@@ -285,16 +284,13 @@ def test_more_keys_than_the_outbox_holds(emulation: pytest.MonkeyPatch) -> None:
         tables = open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"many": RULES[0]})
         num = 101 if group.rank == 1 else 1
         ids = {key: [[*range(num)]] if key == "n" else [[1]] for key in CASE.keys}
-        messages = ""
-        try:
+        with pytest.raises(OperError) as error:
             step_of(tables, batch_of(ids))
             tables.synchronize()
-        except OperError as error:
-            messages = str(error)
         step_of(tables, batch_of({key: [[1]] for key in CASE.keys}))
         tables.barrier()
-        return messages, {"clock": tables.keys.clock("many"),
-                      "rows": tables.keys.counts("many").occupied}
+        return str(error.value), {"clock": tables.keys.clock("many"),
+                                  "rows": tables.keys.counts("many").occupied}
 
     with on_devices(emulation):
         (theirs, found), (mine, same) = run_ranks(2, body)

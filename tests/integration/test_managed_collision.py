@@ -129,14 +129,11 @@ def _make_hashing() -> tuple[Any, Any]:
 def _map_frozen(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
     model, maps = _make_hashing()
     sharded: Any = oper.shard(model, optimizer=oper.SGD(lr=LR))
-    message = ""
-    try:
+    with pytest.raises(InvalidInputError) as error:
         sharded(batch_of(0, rank, world_size))
-    except InvalidInputError as error:
-        message = str(error)
     maps.eval()
     _, ids = sharded(batch_of(0, rank, world_size))
-    return message, ids.values().view(2, -1)
+    return str(error.value), ids.values().view(2, -1)
 
 
 def test_modules_that_learn_while_mapping_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import oper
-from oper.errors import InvalidInputError, OperError
+from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
@@ -20,7 +20,7 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_optimizers import assert_close, fbgemm_peer, train_sharded
-from tests.world_support import run_world
+from tests.world_support import caught, run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
@@ -148,25 +148,23 @@ def test_a_guard_may_skip_samples_on_one_rank_only() -> None:
 def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
     """Rank 1 has a NaN gradient; returns each rank's error, the seconds until it, and the rows
     before, after it, and after another step."""
-    model, errors = sharded("stop"), ""
+    model = sharded("stop")
     bad = gradient(float("nan") if rank else None)
     rows = [rows_of(model)]
     begin = time.monotonic()
-    try:
+    with caught() as errors:
         if how == "parts":
             with oper.micro_batches(model):
                 model(IDS + rank).backward(gradient())
                 model(IDS + rank).backward(bad)
         else:
             model(IDS + rank).backward(bad)
-    except OperError as error:
-        errors = f"{type(error).__name__}: {error}"
     took = time.monotonic() - begin
     if how != "hosts":
         rows.append(rows_of(model))
         model(IDS + rank).backward(gradient())
         rows.append(rows_of(model))
-    return errors, took, rows
+    return errors[0], took, rows
 
 
 @pytest.mark.parametrize("how", ["whole", "parts", "hosts"])
@@ -207,13 +205,11 @@ def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]
     model, errors = sharded("stop"), []
     before = rows_of(model)
     for window in range(1 + rank):
-        try:
+        with caught() as found:
             with oper.no_sync(model):
                 model(IDS + rank).backward(gradient(float("nan") if rank > window else None))
             model(IDS + rank).backward(gradient())
-            errors.append("")
-        except OperError as error:
-            errors.append(f"{type(error).__name__}: {error}")
+        errors += found
     return errors, before, rows_of(model)
 
 
@@ -235,14 +231,12 @@ def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
     bag = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum"))
     for window in range(3):
         bad = float("nan") if rank and not window else 1.0
-        try:
+        with caught() as found:
             bag.tables.drop_gradients()
             with oper.no_sync(bag):
                 bag(IDS + rank).backward(torch.full((3, 4), bad * window))
             bag(IDS + rank).backward(torch.ones(3, 4))
-            errors.append("")
-        except OperError as error:
-            errors.append(type(error).__name__)
+        errors.append("".join(found).partition(":")[0])
     return errors, rows_of(bag)[0]
 
 
