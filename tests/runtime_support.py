@@ -140,6 +140,15 @@ def bags_of_one(ids: torch.Tensor, num_features: int = 1) -> Lookup:
                   ids.numel() // num_features)
 
 
+def short_bags(specs: Sequence[TableSpec], seed: int, size: int) -> Lookup:
+    """Draw bags of up to three ids of one feature per table."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(specs), size), generator=g)
+    ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
+           for s, n in zip(specs, lengths, strict=True)]
+    return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(specs)), size)
+
+
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
     """Make batches by step and rank; sizes differ between ranks, and some batches are empty."""
     turns = (case.base_batch, case.base_batch // 3, 0, case.base_batch + 7)

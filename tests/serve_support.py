@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from oper.serve import Request, Server, Signature
+from oper.shmem.publication.reader import Reader
 
 SIGNATURE = Signature("sums", ("a", "b", "c"), (100, 50, 7), 2)
 
@@ -69,6 +70,14 @@ def post(server: Server, body: bytes, headers: dict[str, str] | None = None,
     data = answer.read()
     connection.close()
     return answer.status, json.loads(data) if data else None
+
+
+def bits_of(publication: str) -> dict[str, int]:
+    """Return checksums of all published weights."""
+    reader = Reader(publication)
+    found = reader.sums()
+    reader.close()
+    return found
 
 
 def value_of(metrics: str, name: str) -> float:

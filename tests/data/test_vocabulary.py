@@ -30,6 +30,7 @@ from oper.rows.remap import load_remap
 from oper.stats import AccessStats
 from tests.data.loader_support import encoded, ids_of, parquet_bytes
 from tests.data.test_verbs import run
+from tests.references import hash_of
 from tests.support import counts_by
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
@@ -309,7 +310,6 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
 
 # ---- raw ids: equal values have equal keys in every log ------------------------------------------
 
-MASK = (1 << 64) - 1
 MISSING = 0x9E3779B97F4A7C15 - (1 << 64)
 SPARSE = ["user", "item:int", "tags:|", "site:uint64"]
 RAW_RECIPE = generic_recipe("csv", Choice(SPARSE, "clicked", time="ts"))
@@ -323,10 +323,7 @@ def key_of_text(text: str) -> int:
     state = 0x9E3779B97F4A7C15
     data = text.encode()
     for at in range(0, len(data), 8):
-        x = state ^ int.from_bytes(data[at:at + 8], "little")
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-        state = x ^ x >> 31
+        state = hash_of(int.from_bytes(data[at:at + 8], "little"), state)
     return state - (1 << 64) if state >> 63 else state
 
 
@@ -391,15 +388,6 @@ def test_keys_of_values_from_elsewhere(tmp_path: Path) -> None:
     for values in bad:
         with pytest.raises(InvalidInputError):
             raw_keys(values)
-
-
-def test_another_day_has_the_same_keys(tmp_path: Path) -> None:
-    (rows, first), (_, second) = make_raw(tmp_path, "d0"), make_raw(tmp_path, "d1", day=1)
-    assert first["numbering"] == second["numbering"]
-    assert set(encoded(tmp_path / "d0", "item")) & set(encoded(tmp_path / "d1", "item"))
-    assert set(encoded(tmp_path / "d0", "user")) & set(encoded(tmp_path / "d1", "user")) == {
-        MISSING}
-    assert len(rows) == sum(first["rows"].values())
 
 
 def test_batches_hold_the_keys(tmp_path: Path) -> None:

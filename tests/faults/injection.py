@@ -26,15 +26,14 @@ from torch import nn
 
 import oper
 from oper.errors import OperError
-from oper.integration.checkpoint import planners as checkpoint
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.migration import Migration
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults import memory
+from tests.runtime_support import short_bags
 from tests.world_support import (
     RankFailedError,
     World,
@@ -136,7 +135,7 @@ def _arm(injection: Injection, note: str) -> None:
                                  int(SLOW_S * 1e6) if injection.fault == "slow" else 0, fd)
         return
     owner, name = {"update": (ShardedTables, "apply_all"),
-                   "checkpoint write": (checkpoint.SavePlanner, "resolve_data"),
+                   "checkpoint write": (oper.SavePlanner, "resolve_data"),
                    "migration": (Migration, "_copy")}[injection.phase]
     original = getattr(owner, name)
     count = itertools.count(1)
@@ -164,13 +163,6 @@ def _plan(specs: tuple[TableSpec, ...], world_size: int, seed: int) -> Plan:
 
 _SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
                for n, r, d in (("a", 400, 8), ("pushed", 300, 16), ("c", 50, 4)))
-
-def batch_of(seed: int, size: int) -> Lookup:
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4, (len(_SPECS), size), generator=g)
-    ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
-           for s, n in zip(_SPECS, lengths, strict=True)]
-    return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), size)
 
 def _wait_less(injection: Injection | None) -> None:
     """Wait for stalled peers only as long as the guarantee states from now on.
@@ -203,25 +195,23 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
         os.environ["OPER_DOMAIN"] = injection.labels[rank]
     _wait_less(injection)
     tables = open_tables(world_size, seed)
-    try:
+
+    def train() -> dict[str, torch.Tensor]:
         for step in range(_STEPS):
             if injection is not None and step == _ARMED_AT:
                 if rank == injection.victim:
                     _arm(injection, note)
                 if injection.phase == "migration":
                     tables.start_migration(_plan(_SPECS, world_size, seed + 1), 1 << 12)
-            batch = tables.resolve(batch_of(100 * seed + 10 * step + rank, 6 + rank))
+            batch = tables.resolve(short_bags(_SPECS, 100 * seed + 10 * step + rank, 6 + rank))
             tables.lookup(batch).square().sum().backward()
         tables.finish_migration()
         tables.barrier()
         rows = {s.name: tables.read(s.name) for s in _SPECS}
         tables.barrier()
-    except OperError as error:
-        found = _error(error)
-        tables.close()
-        return found | {"mapped": held_segments()}
-    tables.close()
-    return {"kind": "", "rows": rows, "mapped": held_segments()}
+        return rows
+
+    return _outcome_of(train, tables)
 
 class Small(nn.Module):
     """A table with two kinds of bags, and a dense layer."""
@@ -270,15 +260,12 @@ def save_twice(rank: int, world_size: int, injection: Injection | None, note: st
         small_step(model, 10 * step + rank)
     if injection is not None and rank == injection.victim:
         _arm(injection, note)
-    try:
+
+    def save() -> dict[str, torch.Tensor]:
         oper.save_checkpoint(folder, model, extra={"step": 5}, chunk_bytes=256)
-        rows = small_state(model)
-    except OperError as error:
-        found = _error(error)
-        model.bags.tables.close()
-        return found | {"mapped": held_segments()}
-    model.bags.tables.close()
-    return {"kind": "", "rows": rows, "mapped": held_segments()}
+        return small_state(model)
+
+    return _outcome_of(save, model.bags.tables)
 
 def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], Any]:
     """Load a checkpoint, report its contents, and save it again."""
@@ -288,11 +275,30 @@ def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, An
     oper.save_checkpoint(folder, model, extra=extra)
     return extra, state
 
-def _error(error: OperError) -> dict[str, Any]:
-    return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic(),
-            "rank": getattr(error, "rank", None)}
+def _outcome_of(body: Callable[[], dict[str, torch.Tensor]], tables: ShardedTables
+                ) -> dict[str, Any]:
+    """Return the rows that `body` returns, or its error, and what is still held when the tables are
+    closed."""
+    found: dict[str, Any] = {"kind": ""}
+    try:
+        found["rows"] = body()
+    except OperError as error:
+        found = {"kind": type(error).__name__, "text": str(error), "time": time.monotonic(),
+                 "rank": getattr(error, "rank", None)}
+    tables.close()
+    return found | {"mapped": held_segments()}
 
 # ---- the parent ----------------------------------------------------------------------------------
+
+def _report_of(running: World, rank: int, outcome: Outcome) -> dict[str, Any] | None:
+    """Receive a rank's report; None, and a broken guarantee, if it fails otherwise."""
+    try:
+        found: dict[str, Any] = running.receive(rank)
+    except RankFailedError as error:
+        outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+        return None
+    return found
+
 
 def _errors_of_survivors(running: World, injection: Injection, note: Path, outcome: Outcome
                          ) -> None:
@@ -307,10 +313,8 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
     for rank in range(injection.world_size):
         if rank == injection.victim:
             continue
-        try:
-            found = running.receive(rank)
-        except RankFailedError as error:
-            outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+        found = _report_of(running, rank, outcome)
+        if found is None:
             continue
         # A survivor may learn of the loss from another one, which names the victim.
         if found["kind"] not in (expected, "PeerLostError"):
@@ -329,10 +333,8 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
 def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
     """Continue a stopped rank, which must then report that its peers regard it as lost."""
     os.kill(running.pids[injection.victim], signal.SIGCONT)
-    try:
-        found = running.receive(injection.victim)
-    except RankFailedError as error:
-        outcome.break_guarantee(f"woken: {str(error).strip().splitlines()[-1]}")
+    found = _report_of(running, injection.victim, outcome)
+    if found is None:
         return
     if found["kind"] not in ("PeerLostError", "DeadlineError"):
         outcome.break_guarantee(f"woken, it said {found['kind']!r}")
@@ -343,18 +345,16 @@ def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
 def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, torch.Tensor],
                   outcome: Outcome) -> dict[str, torch.Tensor]:
     """Check that all ranks end with the rows of an undisturbed run; return the rows."""
-    found: dict[str, Any] = {}
+    rows: dict[str, torch.Tensor] = {}
     for rank in range(injection.world_size):
-        try:
-            found = running.receive(rank)
-        except RankFailedError as error:
-            outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+        found = _report_of(running, rank, outcome)
+        if found is None:
             continue
+        rows = found.get("rows", {})
         if found["kind"]:
             outcome.break_guarantee(f"rank {rank} gave up: {found['text']}")
         elif any(not torch.equal(found["rows"][n], x) for n, x in undisturbed.items()):
             outcome.break_guarantee(f"rank {rank} has other numbers")
-    rows: dict[str, torch.Tensor] = found.get("rows", {})
     return rows
 
 

@@ -204,7 +204,8 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from oper.errors import OperError
-    from tests.faults.injection import _SPECS, batch_of, open_tables
+    from tests.faults.injection import _SPECS, open_tables
+    from tests.runtime_support import short_bags
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
@@ -213,7 +214,7 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     print(json.dumps({"kind": "ready"}), flush=True)
     try:
         for step in range(_STEPS):
-            batch = batch_of(100 * seed + 10 * step + rank, 6 + rank)
+            batch = short_bags(_SPECS, 100 * seed + 10 * step + rank, 6 + rank)
             tables.lookup(batch).square().sum().backward()
             time.sleep(0.03)
         rows = [tables.read(s.name) for s in _SPECS]

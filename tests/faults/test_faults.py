@@ -27,8 +27,9 @@ from oper.tables import TableSpec
 from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome, small_model
 from tests.faults.pauses import timed
+from tests.runtime_support import short_bags
 from tests.support import ROOT
-from tests.world_support import leftovers, report, world
+from tests.world_support import leftovers, received, report, world
 
 
 def check(outcome: Outcome) -> None:
@@ -61,7 +62,7 @@ def test_ranks_that_share_no_memory(fault: str, labels: str, victim: int) -> Non
 def _train_for_ever(rank: int, world_size: int) -> None:
     tables = injection.open_tables(world_size, 0)
     while True:
-        tables.lookup(injection.batch_of(rank, 6)).sum().backward()
+        tables.lookup(short_bags(injection._SPECS, rank, 6)).sum().backward()
         report(None)
 
 
@@ -254,9 +255,7 @@ _INTRUDER = textwrap.dedent("""
 
 
 def _waits_with_open_sockets(rank: int, world_size: int) -> str:
-    """Start rank 1 late, so that rank 0's private socket stays open for a while."""
-    import time
-
+    """Rank 1 waits for the test, so that rank 0's private socket stays open until then."""
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.memory import host_heap as heap
 
@@ -266,13 +265,13 @@ def _waits_with_open_sockets(rank: int, world_size: int) -> str:
 
         def late(*args: Any) -> Any:
             report("open")
-            time.sleep(4)
+            received()
             return original(*args)
 
         heap._exchange_descriptors = late
     fd = os.memfd_create("oper-test")
-    _, received = exchange_over_sockets(group, [fd])
-    return f"{sum(len(fds) for fds in received.values())}"
+    _, found = exchange_over_sockets(group, [fd])
+    return f"{sum(len(fds) for fds in found.values())}"
 
 
 @pytest.mark.parametrize("who", ["same", "other"])
@@ -285,6 +284,7 @@ def test_another_user_cannot_attach(who: str) -> None:
         done = subprocess.run(
             [sys.executable, "-c", _INTRUDER, who, str(running.pids[0])], text=True,
             capture_output=True, timeout=30, check=True)
+        running.send(1, None)
         tried, descriptors = done.stdout.split()
         assert int(tried) >= 1, "the socket was not found: the test tests nothing"
         if who == "other":

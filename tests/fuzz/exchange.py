@@ -8,6 +8,7 @@ with a new context of the kernels, since an exchange that has failed stays faile
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.runtime_support import run_ranks, short_bags
 
 # Pulled, pushed and replicated rows; columns in two pieces, whose owners exchange sums of squares.
 _SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
@@ -39,12 +40,9 @@ def _plan() -> Plan:
 
 
 def _batch(rank: int) -> Lookup:
-    g = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (len(_SPECS), 4), generator=g)
-    ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
-           for s, n in zip(_SPECS, lengths, strict=True)]
-    weights = torch.rand(int(lengths.sum()), generator=g)
-    return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), 4, weights)
+    batch = short_bags(_SPECS, rank, 4)
+    weights = torch.rand(batch.ids.numel(), generator=torch.Generator().manual_seed(rank))
+    return replace(batch, weights=weights)
 
 
 class _Recorder:

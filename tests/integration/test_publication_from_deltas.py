@@ -22,6 +22,7 @@ from oper.integration.checkpoint.follow import Change, Follower
 from oper.shmem.publication.reader import Reader
 from oper.support.files import read_arrays, write_arrays
 from tests.checkpoint_support import Model, fused, run_ranks, sharded, train
+from tests.serve_support import bits_of
 
 pytest.importorskip("torchrec")
 
@@ -77,14 +78,6 @@ def publish() -> Iterator[Callable[..., oper.Publication]]:
         publication.close()
 
 
-def bits(publication: oper.Publication) -> dict[str, int]:
-    """Return checksums of all published weights."""
-    reader = Reader(publication.name)
-    found = reader.sums()
-    reader.close()
-    return found
-
-
 @pytest.mark.parametrize(("world_size", "plan", "row_dtype"), [
     (1, 3, "int8"), (2, 101, None), (2, 105, "float16"), (2, 101, "int4")])
 def test_every_step_equals_a_full_publication(world_size: int, plan: int, row_dtype: str | None,
@@ -97,15 +90,16 @@ def test_every_step_equals_a_full_publication(world_size: int, plan: int, row_dt
     assert not follower.has_whole()
     served = publish(run, row_dtype)
     before = served.memory_bytes()
-    steps, seen = [], [bits(served)]
+    steps, seen = [], [bits_of(served.name)]
     for change in follower.changes():
         epoch = served.apply(change.rows, change.dense)
         follower.applied(change)
         steps.append(change.step)
         assert epoch == 1 + 2 * len(steps) == served.epoch
         assert sum(ids.size for ids, _ in change.rows.values()) > 0
-        seen.append(bits(served))
-        assert seen[-1] == bits(publish(tmp_path / str(change.step), row_dtype)), change.step
+        seen.append(bits_of(served.name))
+        whole = publish(tmp_path / str(change.step), row_dtype)
+        assert seen[-1] == bits_of(whole.name), change.step
         assert seen[-1] != seen[-2]
     assert steps == list(STEPS)
     assert served.memory_bytes() == before  # no second copy
@@ -117,7 +111,7 @@ def test_every_step_equals_a_full_publication(world_size: int, plan: int, row_dt
         if change.step > 4:
             served.apply(change.rows, change.dense)
         follower.applied(change)
-    assert bits(served) == seen[-1]
+    assert bits_of(served.name) == seen[-1]
 
 
 def number(run: Path, k: int) -> Path:
@@ -224,7 +218,7 @@ def test_many_changes_equal_full_publications(count: int, publish: Callable[...,
 def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publication]) -> None:
     """Rows are read at publication, one table at a time."""
     served = publish(run)
-    before = bits(served)
+    before = bits_of(served.name)
     part = max(number(run, 0).glob("*.npz"))
     with zipfile.ZipFile(part) as archive:
         end = max(i.header_offset + i.file_size for i in archive.infolist()
@@ -236,7 +230,7 @@ def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publ
     change = next(follower.changes())
     with pytest.raises(FileFormatError, match=r"delta 000000: rows of table '.*CRC-32"):
         served.apply(change.rows, change.dense)
-    assert bits(served) == before and served.epoch == 1
+    assert bits_of(served.name) == before and served.epoch == 1
     assert not list(follower.changes())  # said once
 
 
@@ -253,7 +247,7 @@ def test_intact_files_with_other_contents_are_refused(
     harm: Callable[..., None], run: Path, publish: Callable[..., oper.Publication]
 ) -> None:
     served = publish(run)
-    before = bits(served)
+    before = bits_of(served.name)
     for part in number(run, 0).glob("*.npz"):
         arrays, meta = read_arrays(part, "oper-delta", 1)
         if "state" in arrays and "0.ids" in arrays:
@@ -263,7 +257,7 @@ def test_intact_files_with_other_contents_are_refused(
     with pytest.raises(FileFormatError, match="delta 000000"):
         change = next(follower.changes())
         served.apply(change.rows, change.dense)
-    assert bits(served) == before and not list(follower.changes())
+    assert bits_of(served.name) == before and not list(follower.changes())
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_changes_nothing(
@@ -271,18 +265,18 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_changes_nothing(
 ) -> None:
     """As by a training run that saves the next ones while a server reads this one."""
     served = publish(run)
-    before, opened = bits(served), weights._common_prefix
+    before, opened = bits_of(served.name), weights._common_prefix
     monkeypatch.setattr(weights, "_common_prefix", lambda *given: (
         shutil.rmtree(run), opened(*given))[1])
     with pytest.raises(FileFormatError, match="newest checkpoint, which may have replaced it"):
         served.publish(run)
-    assert bits(served) == before and served.epoch == 1
+    assert bits_of(served.name) == before and served.epoch == 1
 
 
 def test_deltas_that_do_not_fit_change_nothing(runs: Path, publish: Callable[..., oper.Publication]
                                                ) -> None:
     served = publish(runs / "run", "int8")
-    before = bits(served)
+    before = bits_of(served.name)
     change = next(Follower(lambda: runs / "run").changes())
     ids, rows = change.rows["tc"]
     broken = rows.clone()
@@ -300,5 +294,5 @@ def test_deltas_that_do_not_fit_change_nothing(runs: Path, publish: Callable[...
     refused("rows of table 'tc'.*12, 4", {"tc": (ids, rows[:, :4])})
     refused("dense.bias", {}, {**change.dense, "dense.bias": torch.tensor([float("inf")])})
     refused("dense.bias", {}, {**change.dense, "dense.bias": torch.zeros(2)})
-    assert bits(served) == before and served.epoch == 1
+    assert bits_of(served.name) == before and served.epoch == 1
     assert isinstance(change, Change) and change.time_s > 1e9

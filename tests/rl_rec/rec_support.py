@@ -44,15 +44,33 @@ def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
     return from_log(Log(users, items, rewards.astype(np.float32), times), DataOptions(k_core=3))
 
 
+@torch.no_grad()
+def with_large_rows(model: Any, *others: str) -> Any:
+    """Draw the rows of a model's tables, and the parameters with names that end with one of
+    `others`, large enough to affect outputs."""
+    for name, p in model.named_parameters():
+        if "embedding" in name or name.endswith(others):
+            p.normal_(0, 0.5)
+    return model
+
+
 def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any) -> CDT4Rec:
     """Make a small model whose item rows are large enough to affect outputs."""
     torch.manual_seed(seed)
-    model = CDT4Rec(CDT4RecConfig(**SMALL | changes), num_users, num_items, (4.0, 3.0))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "embedding" in name:
-                p.normal_(0, 0.5)
-    return model
+    return with_large_rows(CDT4Rec(CDT4RecConfig(**SMALL | changes), num_users, num_items,
+                                   (4.0, 3.0)))
+
+
+def next_items(rng: np.random.Generator, is_far: np.ndarray, num_items: int, times: np.ndarray
+               ) -> Log:
+    """Make a log in which item i is followed by i + 7 where `is_far` [users, length], else by
+    i + 1."""
+    users, length = is_far.shape
+    steps = np.where(is_far, 7, 1)[:, :-1]
+    items = rng.integers(0, num_items, (users, 1)) + np.concatenate(
+        [np.zeros((users, 1), np.int64), np.cumsum(steps, axis=1)], axis=1)
+    return Log(np.repeat(np.arange(1, users + 1), length), (items % num_items + 1).reshape(-1),
+               np.ones(items.size, np.float32), times.reshape(-1))
 
 
 def sequences(lengths: list[int], skip: list[int], seed: int = 0, num_items: int = 41

@@ -12,14 +12,13 @@ from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import SequenceBatches, Share
 from oper.rl_rec.data.interactions import (
     DataOptions,
-    Log,
     from_log,
 )
 from oper.rl_rec.harness import FitOptions, fit
 from oper.rl_rec.models.base import Histories, Sequences
 from oper.rl_rec.models.hstu import HSTU, HSTUConfig
 from oper.rl_rec.registry import WORKLOADS
-from tests.rl_rec.rec_support import SMALL, invented, sequences
+from tests.rl_rec.rec_support import SMALL, invented, next_items, sequences, with_large_rows
 
 SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "user_dim"}
 DIM, CONTEXT = SIZES["dim"], SIZES["steps"] + SIZES["window"] - 1
@@ -31,11 +30,7 @@ def make(kind: str = "hstu", **changes: Any) -> Any:
     config = WORKLOADS[kind].config
     sizes = {key: value for key, value in (SIZES | changes).items() if hasattr(config(), key)}
     model = WORKLOADS[kind].build(config(**sizes), replace(invented(), num_items=41), "cpu").eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(("position", "time")) or "embedding" in name:
-                p.normal_(0, 0.5)
-    return model
+    return with_large_rows(model, "position", "time")
 
 
 def timed(lengths: list[int], skip: list[int] | None = None) -> Sequences:
@@ -228,12 +223,7 @@ def test_times_predict_the_next_item() -> None:
     users, length = 400, 14
     is_long = rng.random((users, length)) < 0.5
     times = np.cumsum(np.where(is_long, 700_000, 60), axis=1)
-    steps = np.where(is_long, 7, 1)[:, :-1]
-    items = rng.integers(0, 100, (users, 1)) + np.concatenate(
-        [np.zeros((users, 1), np.int64), np.cumsum(steps, axis=1)], axis=1)
-    log = Log(np.repeat(np.arange(1, users + 1), length), (items % 100 + 1).reshape(-1),
-              np.ones(items.size, np.float32), times.reshape(-1))
-    data = from_log(log, DataOptions(k_core=1))
+    data = from_log(next_items(rng, is_long, 100, times), DataOptions(k_core=1))
     options = FitOptions(epochs=40, batch_size=32, lr=0.01, eval_every=8)
     config = HSTUConfig(dim=32, layers=2, steps=12, window=1, dropout=0.0, negatives=0)
     found, without = (fit("hstu", replace(config, time_buckets=buckets), data, 1,

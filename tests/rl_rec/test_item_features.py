@@ -24,6 +24,7 @@ from oper.rl_rec.models.hstu import HSTU, HSTUConfig
 from oper.rl_rec.registry import WORKLOADS
 from oper.train.config import load_config
 from tests.data.loader_support import ids_of
+from tests.rl_rec.rec_support import next_items, with_large_rows
 
 # ---- actions and features of items ---------------------------------------------------------------
 
@@ -76,14 +77,8 @@ def test_features_belong_to_their_events_and_items(folder: Path) -> None:
 
 
 def features_only(data: Interactions) -> HSTU:
-    """A model with large rows in all tables."""
     torch.manual_seed(0)
-    model: HSTU = WORKLOADS["hstu"].build(TINY, data, "cpu").eval()  # type: ignore[assignment]
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "embedding" in name:
-                p.normal_(0, 0.5)
-    return model
+    return with_large_rows(WORKLOADS["hstu"].build(TINY, data, "cpu").eval())
 
 
 def test_tokens_and_scores_are_sums_of_rows(folder: Path) -> None:
@@ -120,12 +115,8 @@ def test_actions_predict_the_next_item() -> None:
     rng = np.random.default_rng(0)
     users, length = 300, 12
     actions = rng.integers(1, 3, (users, length))
-    steps = np.where(actions == 2, 7, 1)[:, :-1]
-    items = rng.integers(0, 60, (users, 1)) + np.concatenate(
-        [np.zeros((users, 1), np.int64), np.cumsum(steps, axis=1)], axis=1)
-    log = Log(np.repeat(np.arange(1, users + 1), length), (items % 60 + 1).reshape(-1),
-              np.ones(items.size, np.float32), np.tile(np.arange(length), users),
-              actions=actions.reshape(-1))
+    log = next_items(rng, actions == 2, 60, np.tile(np.arange(length), (users, 1)))._replace(
+        actions=actions.reshape(-1))
     config = replace(TINY, dim=32, steps=10, window=1, time_buckets=0)
     options = FitOptions(epochs=12, batch_size=32, lr=0.01, eval_every=4)
     with_actions = fit("hstu", config, from_log(log, DataOptions(k_core=1, action="a")), 1, options)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from oper.data import (
+    PreprocessOptions,
     SyntheticLog,
     analyze_folder,
     load_recipe,
@@ -21,11 +22,16 @@ class Prepared(NamedTuple):
     stats: str
 
 
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    root: Path = tmp_path_factory.mktemp("log")
-    cardinalities = tuple(5 + 37 * k for k in range(26))
-    write_synthetic_log(root / "log.txt", SyntheticLog(8_000, 3, cardinalities, effect=2.5))
-    preprocess(load_recipe("criteo-kaggle"), [str(root / "log.txt")], root / "data")
+def prepare(root: Path, log: SyntheticLog, options: PreprocessOptions | None = None) -> Prepared:
+    """Generate, preprocess and analyze a log."""
+    write_synthetic_log(root / "log.txt", log)
+    preprocess(load_recipe("criteo-kaggle"), [str(root / "log.txt")], root / "data",
+               options or PreprocessOptions())
     analyze_folder(root / "data").save(root / "stats")
     return Prepared(str(root / "data"), str(root / "stats"))
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("log"), SyntheticLog(
+        8_000, 3, tuple(5 + 37 * k for k in range(26)), effect=2.5))

@@ -24,9 +24,8 @@ from oper.search import make_problem
 from oper.search.cost.model import evaluate
 from oper.search.problem.presets import topology_preset
 from oper.serve import Client, Request
-from oper.serve.model import PublishedModel, load_model
+from oper.serve.model import load_model
 from oper.shmem.keys.directories import directory_bytes
-from oper.shmem.publication.reader import Reader
 from oper.tables import TableSpec
 from oper.train.config import TrainConfig
 from oper.train.loop import train
@@ -34,10 +33,10 @@ from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from oper.train.trained import find_weights
-from tests.serve_support import value_of
+from tests.serve_support import bits_of, value_of
 from tests.support import announced, check_page, run_here, serving, wait_for
 from tests.train import test_train
-from tests.train.conftest import Prepared
+from tests.train.conftest import Prepared, prepare
 from tests.train.test_train import run_ranks
 
 PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
@@ -46,13 +45,9 @@ PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """A preprocessed log of raw ids, and its statistics."""
-    root: Path = tmp_path_factory.mktemp("raw")
-    log = write_synthetic_log(root / "log.txt", SyntheticLog(
-        6_000, 3, tuple(5 + 20 * k for k in range(26)), effect=2.5))
-    preprocess(load_recipe("criteo-kaggle"), [str(log)], root / "data",
-               PreprocessOptions(raw_ids=True))
-    analyze_folder(root / "data").save(root / "stats")
-    return Prepared(str(root / "data"), str(root / "stats"))
+    return prepare(tmp_path_factory.mktemp("raw"), SyntheticLog(
+        6_000, 3, tuple(5 + 20 * k for k in range(26)), effect=2.5),
+        PreprocessOptions(raw_ids=True))
 
 
 def config(raw: Prepared, out: Path, **flags: Any) -> TrainConfig:
@@ -97,7 +92,7 @@ def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
     (run / "state.pt").rename(tmp_path / "state.pt")
     model = load_model(run, "deltas", row_dtype)
     follower = Follower(lambda: find_weights(run))
-    served, before = bits(model), model.memory_bytes()
+    served, before = bits_of(model.publication_name), model.memory_bytes()
     steps, lost, new = [], 0, 0
     for change in follower.changes():
         lost += sum(int((~k.is_held).sum()) for k in change.keys.values())
@@ -105,20 +100,12 @@ def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
         assert model.publish(change) == 1 + 2 * (change.step - 5)
         follower.applied(change)
         steps.append(change.step)
-        assert bits(model) != served
-        served = bits(model)
+        assert bits_of(model.publication_name) != served
+        served = bits_of(model.publication_name)
     assert steps == [6, 7, 8, 9] and lost > 100 and new > 1000
-    assert served == bits(whole) and model.memory_bytes() == before
+    assert served == bits_of(whole.publication_name) and model.memory_bytes() == before
     model.close()
     whole.close()
-
-
-def bits(model: PublishedModel) -> dict[str, int]:
-    """Checksums of the weights in service."""
-    reader = Reader(model.publication_name)
-    found = reader.sums()
-    reader.close()
-    return found
 
 
 def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tmp_path: Path
@@ -216,28 +203,36 @@ def test_a_run_continues_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path
     assert after.clock == steps + 1 and set(before.keys.tolist()) & set(after.keys.tolist())
 
 
-def test_metrics_count_keys(raw: Prepared, tmp_path: Path) -> None:
-    """By table, events since the previous line, without those of validations."""
+@pytest.fixture(scope="module")
+def measured(raw: Prepared, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A finished run with a line of metrics and a validation after every four steps."""
     flags = {"dynamic.tables.C26": 101, "dynamic.admit_after": 2, "dynamic.time_to_live": 3}
-    run = config(raw, tmp_path, max_steps=12, log_every=4, eval_every=4, **flags)
+    run = config(raw, tmp_path_factory.mktemp("measured"), max_steps=12, log_every=4, eval_every=4,
+                 **flags)
     train(run, show_progress=False)
-    found = test_train.lines(tmp_path)
+    return run
+
+
+def test_metrics_count_keys(measured: TrainConfig) -> None:
+    """By table, events since the previous line, without those of validations."""
+    run, folder = measured, Path(measured.out)
+    found = test_train.lines(folder)
     steps = [x["keys"] for x in found if x["event"] == "train"]
     assert len(steps) == 3 and all(x.keys() == {f"C{k}" for k in range(1, 27)} for x in steps)
     for name, rows in (("C26", 100), ("C13", 599)):
         of = [x[name] for x in steps]
         assert [x["lookups"] for x in of] == [4 * run.batch_size] * 3
-        keys = known(tmp_path, name).keys.numel()
+        keys = known(folder, name).keys.numel()
         assert of[-1]["occupancy"] == keys / rows
         assert sum(x["admitted"] - x["evicted"] - x["expired"] for x in of) == keys
     of = [x["C26"] for x in steps]
     assert of[0]["default_share"] == 1 or of[0]["default_share"] > of[-1]["default_share"] > 0
     assert sum(x["expired"] for x in of)
-    records = load_state(tmp_path / "state.pt")[f"{PREFIX}C26.keys"]
+    records = load_state(folder / "state.pt")[f"{PREFIX}C26.keys"]
     full = (records[:, 2] >= 0).view(2, 50).all(dim=1)  # two buckets of 50 rows
     assert of[-1]["full_buckets"] == float(full.double().mean())
     # The validation's default rows, counted by hand at the end.
-    live = oper.KeyedRows.of_entries(load_state(tmp_path / "state.pt"), f"{PREFIX}C26.", 3)
+    live = oper.KeyedRows.of_entries(load_state(folder / "state.pt"), f"{PREFIX}C26.", 3)
     ids = torch.cat([b.sparse_features["C26"].values() for b in click_batches(run, "valid")])
     share = 1 - float(torch.isin(ids, live.keys).double().mean())
     assert found[-1]["default_share"]["C26"] == pytest.approx(share, abs=1e-12)
@@ -323,13 +318,11 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
         assert "notes.dynamic" in message and "plan again" in message
 
 
-def test_page(raw: Prepared, tmp_path: Path) -> None:
-    run = config(raw, tmp_path, max_steps=10, eval_every=5, **{"dynamic.tables.C26": 101})
-    train(run, show_progress=False)
-    assert main(["report", "run", str(tmp_path), "--html", str(tmp_path / "run.html")]) == 0
+def test_page(measured: TrainConfig, tmp_path: Path) -> None:
+    assert main(["report", "run", measured.out, "--html", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text()
     check_page(page)
-    last = test_train.lines(tmp_path)[-1]["default_share"]["C26"]
+    last = test_train.lines(Path(measured.out))[-1]["default_share"]["C26"]
     for words in ("Default rows", "Occupancy", "Dynamic tables", "Phases", f"{last:.2%}"):
         assert words in page
     assert page.count("<svg") == 4
