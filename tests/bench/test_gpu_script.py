@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 
@@ -84,8 +85,7 @@ def test_the_first_parts_are_the_most_informative(gpu: Any, monkeypatch: pytest.
 
 def test_first_parts_name_existing_tests() -> None:
     chosen = ("pipeline", "mixed-2-", "in_a_graph")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p",
-         "no:cacheprovider", "tests/cuda/test_on_gpu.py", "-k", " or ".join(chosen)],
-        cwd=SCRIPT.parent.parent, capture_output=True, text=True, check=True)
-    assert all(name in found.stdout for name in chosen), found.stdout
+    found = forked.run("-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p",
+                       "no:cacheprovider", "tests/cuda/test_on_gpu.py", "-k", " or ".join(chosen),
+                       cwd=SCRIPT.parent.parent)
+    assert all(name in found.stdout for name in chosen), found.stdout + found.stderr

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torchrec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +79,8 @@ def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
     assert other.ebc.tables.num_steps == 4
 
 
+# Neither headers compiled in advance nor trial compilations, which take most of the time.
+@torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True})
 def test_the_default_back_end_compiles_lookups_of_unknown_sizes() -> None:
     eager, other = (m.ec for m in pair())
     sums = [lambda batch, ec=ec: ec(batch)["h"].values().sum(0) for ec in (eager, other)]

@@ -18,7 +18,7 @@ from tests.programs.table import ACTIONS
 from tests.programs.workers import BROKEN, Local, Processes
 from tests.support import ROOT
 
-QUICK = {1: range(150), 2: range(40)}
+QUICK = {1: range(120), 2: range(40)}
 
 
 def check(totals: Totals, world_size: int) -> None:

@@ -58,7 +58,7 @@ def our_tables(dtype: str, num_rows: int, dim: int, pooling: str = "sum") -> Sha
     return ShardedTables(uniform_plan([spec], 1), [("f", "t")], SingleGroup(), None)
 
 
-def differences(rank: int, world_size: int) -> list[str]:
+def differences() -> list[str]:
     """Lookup shapes whose results differ bitwise from FBGEMM's."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -81,13 +81,7 @@ def differences(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
-    env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
-    assert run_world(1, differences, env=env) == [[]]
-
-
-def other_codes(rank: int, world_size: int) -> list[tuple[str, int]]:
+def other_codes() -> list[tuple[str, int]]:
     """(type, number of the case) of rows whose codes differ from FBGEMM's."""
     generator = torch.Generator().manual_seed(6)
     rows = torch.randn(300, 32, generator=generator)
@@ -106,12 +100,6 @@ def other_codes(rank: int, world_size: int) -> list[tuple[str, int]]:
                 :, [0, 1, 2, 3, *range(5, dim + 4)]]):
             found.append(("odd", dim))
     return found
-
-
-@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_codes_equal_fbgemms(kernels: str) -> None:
-    env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
-    assert run_world(1, other_codes, env=env) == [[]]
 
 
 def test_values_of_codes_and_unpooled_rows() -> None:
@@ -230,7 +218,7 @@ def bags(generator: torch.Generator, ids: torch.Tensor | None = None
     return ids[torch.randint(0, ids.numel(), (int(lengths.sum()),), generator=generator)], lengths
 
 
-def differences_by_hotness(rank: int, world_size: int) -> list[str]:
+def differences_by_hotness() -> list[str]:
     """Cases with wrong results, over dims, poolings and weights."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -290,10 +278,16 @@ def bits_differ(reader: Reader, plan: Plan, stops: Mapping[str, int], values: to
     return found
 
 
+def compare(rank: int, world_size: int) -> None:
+    assert other_codes() == []
+    assert differences() == []
+    assert differences_by_hotness() == []
+
+
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_rows_of_each_type_are_pooled_as_in_fbgemm(kernels: str) -> None:
-    env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
-    assert run_world(1, differences_by_hotness, env=env) == [[]]
+def test_codes_and_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
+    """Tables of one type, and of types by hotness."""
+    run_world(1, compare, env={"OPER_CPU_KERNELS": kernels} if kernels else {})
 
 
 @pytest.mark.parametrize("tiers", [
