@@ -34,7 +34,7 @@ from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from oper.train.trained import find_weights
 from tests.serve_support import bits_of, value_of
-from tests.support import announced, check_page, run_here, serving, wait_for
+from tests.support import announced, check_page, serving, wait_for
 from tests.train import test_train
 from tests.train.conftest import Prepared, prepare
 from tests.train.test_train import run_ranks
@@ -326,11 +326,6 @@ def test_page(measured: TrainConfig, tmp_path: Path) -> None:
     for words in ("Default rows", "Occupancy", "Dynamic tables", "Phases", f"{last:.2%}"):
         assert words in page
     assert page.count("<svg") == 4
-
-
-def test_command_line(raw: Prepared, tmp_path: Path) -> None:
-    done = run_here(*words(raw, tmp_path, max_steps=2))
-    assert "steps: 2" in done.stdout
 
 
 BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half_life": 3},
