@@ -52,17 +52,15 @@ def make_dlrm(seed: int = 0, device: str = "cpu") -> DLRMTrain:
         [8, 1], dense_device=torch.device("cpu")))
 
 
-def make_kjt(seed: int, size: int, weighted: bool = False, int32: bool = False
-             ) -> KeyedJaggedTensor:
+def make_kjt(seed: int, size: int, weighted: bool = False) -> KeyedJaggedTensor:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, (len(KEYS), size))
     values = np.concatenate(
         [(ROWS[k] * rng.random(int(n)) ** 3).astype(np.int64)
          for k, n in zip(KEYS, lengths.sum(1), strict=True)])
     weights = torch.from_numpy(rng.normal(1, 0.3, values.size).astype(np.float32))
-    kind = torch.int32 if int32 else torch.int64
     return KeyedJaggedTensor.from_lengths_sync(
-        KEYS, torch.from_numpy(values).to(kind), torch.from_numpy(lengths.reshape(-1)).to(kind),
+        KEYS, torch.from_numpy(values), torch.from_numpy(lengths.reshape(-1)),
         weights if weighted else None)
 
 
@@ -82,9 +80,9 @@ def plan_for(collection: EmbeddingBagCollection, world_size: int, kind: str = "s
     return uniform_plan(tables, world_size, kind)
 
 
-def sharded_dlrm(world_size: int, kind: str = "striped", seed: int = 3, **options: Any) -> Any:
+def sharded_dlrm(world_size: int, kind: str = "striped", **options: Any) -> Any:
     """Make a DLRM and shard it by `plan_for`; `options`: arguments of `oper.shard`."""
-    model = make_dlrm(seed)
+    model = make_dlrm(3)
     return oper.shard(model, plan=plan_for(model.get_submodule(EBC), world_size, kind), **options)
 
 

@@ -150,11 +150,11 @@ def test_features_in_another_order_are_reordered() -> None:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def _gradients(model: Any, batch: Any, steps: int = 3) -> list[torch.Tensor]:
-    """Return the dense gradients of some steps, and the dense parameters after these steps."""
+def _gradients(model: Any, batch: Any) -> list[torch.Tensor]:
+    """Return the dense gradients of three steps, and the dense parameters after these steps."""
     found = []
     dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
-    for _ in range(steps):
+    for _ in range(3):
         loss, _ = model(batch)
         loss.backward()
         with torch.no_grad():

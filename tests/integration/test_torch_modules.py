@@ -155,10 +155,6 @@ def step_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (torch.nextafter(near, torch.full_like(near, torch.inf)) - near).float()
 
 
-def some_ids(count: int, rows: int = 40) -> torch.Tensor:
-    return torch.randint(0, rows, (count,), generator=torch.Generator().manual_seed(count))
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "none"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_torch_modules(dtype: torch.dtype, mode: str) -> None:
@@ -170,8 +166,8 @@ def test_torch_modules(dtype: torch.dtype, mode: str) -> None:
     assert sharded.weight.dtype == sharded.state_dict()["weight"].dtype == dtype
     assert torch.equal(sharded.state_dict()["weight"], module.weight)
     exact = copy.deepcopy(module).float()
-    out, want = sharded(some_ids(30).view(6, 5)), exact(some_ids(30).view(6, 5))
-    assert out.dtype == dtype == module(some_ids(30).view(6, 5)).dtype
+    out, want = sharded(ids(30).view(6, 5)), exact(ids(30).view(6, 5))
+    assert out.dtype == dtype == module(ids(30).view(6, 5)).dtype
     assert (out.float() - want).abs().le(step_of(want, dtype)).all()
     target = torch.randn(want.shape)
     ((out.float() - target) ** 2).mean().backward()

@@ -55,10 +55,10 @@ def plan(num_domains: int) -> Plan:
     return uniform_plan(SPECS, num_domains, "owned" if num_domains == 1 else "striped")
 
 
-def constant(value: int, specs: list[TableSpec] = SPECS):
+def constant(value: int):
     """Rows for `publish_rows` in which every number is `value`."""
     def rows(name: str) -> Rows:
-        spec = next(s for s in specs if s.name == name)
+        spec = next(s for s in SPECS if s.name == name)
         for begin in range(0, spec.num_rows, 9000):
             yield begin, torch.full((min(9000, spec.num_rows - begin), spec.dim), float(value))
     return rows
