@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,36 +16,43 @@ import numpy as np
 from oper import __version__
 from oper.errors import InvalidInputError, OperError
 from oper.serve import wire
-from oper.serve.batching import Batcher, ExpiredError, OverloadedError, PendingRequest
-from oper.serve.connection import JSON, Exchange
+from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.metrics import CONTENT_TYPE, Shared, WorkerMetrics
 from oper.serve.options import ServeOptions
-from oper.serve.requests import Predictor
+from oper.serve.requests import Predictor, ServerError
 
 log = logging.getLogger("oper.serve")
 TIMEOUT = b"oper-timeout-ms"  # header with the time that the client will wait
-_BINARY = b"application/octet-stream"
+_JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER_LENGTH = wire.HEADER_LENGTH.encode()
 
 
-class _NoSuchAddressError(OperError):
-    """The path is not one of the server's."""
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A request, and the means to answer it once it is complete.
 
+    Attributes:
+        send: sends the answer, after the answers to earlier requests of the connection.
+        since: time at which its first byte arrived, as `time.monotonic` returns it.
+        method, path, headers: the request; header names are in lower case.
+        size: size of the body in bytes.
+        body: the body; empty if it is larger than `ServeOptions.max_bytes`.
+        ends: whether the connection closes after the answer.
+        status, answer, more: the answer, once `status` is not 0: its HTTP status, body and headers
+            other than ``content-length`` and ``connection``.
+    """
 
-class _WrongMethodError(OperError):
-    """The path does not support this method."""
-
-
-class _TooLargeError(OperError):
-    """The body is larger than `ServeOptions.max_bytes`."""
-
-
-# The status and, of scoring requests, the outcome in the metrics for each kind of error.
-_REFUSALS: dict[type[Exception], tuple[int, str]] = {
-    _NoSuchAddressError: (404, ""), _WrongMethodError: (405, "invalid"),
-    _TooLargeError: (413, "oversized"), InvalidInputError: (400, "invalid"),
-    OverloadedError: (503, "overloaded"), ExpiredError: (504, "expired"),
-    Exception: (500, "failed")}
+    send: Callable[[], None]
+    since: float = 0.0
+    method: str = ""
+    path: str = ""
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    size: int = 0
+    body: bytes = b""
+    ends: bool = True
+    status: int = 0
+    answer: bytes = b""
+    more: Sequence[tuple[bytes, bytes]] = ()
 
 
 class App:
@@ -55,63 +63,90 @@ class App:
         options: options of the server.
         shared: the memory of all workers.
         place: index of this worker in `shared`.
-        submitted: called after a request has been queued in `batcher`.
+        should_close: whether a connection closes after the answer that is being given.
 
     Attributes:
+        options: options of the server.
         batcher: scores the requests.
         counted: the worker's metrics.
         in_flight: number of unanswered scoring requests.
     """
 
     def __init__(self, predictor: Predictor, options: ServeOptions, shared: Shared, place: int,
-                 submitted: Callable[[], None]) -> None:
+                 should_close: Callable[[], bool]) -> None:
+        self.options = options
         self.counted = WorkerMetrics(shared, place, predictor)
         self.batcher = Batcher(predictor, options.batching, self.counted.observe_batch)
         self.in_flight = 0
-        self._signature, self._max_bytes = predictor.signature, options.max_bytes
-        self._submitted = submitted
+        self._signature, self._should_close = predictor.signature, should_close
         model = f"/v2/models/{self._signature.name}"
         self._infer_path = f"{model}/infer"
         # Health: a worker gets connections only while it is ready.
-        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
-            **dict.fromkeys(("/v2/health/live", "/v2/health/ready", f"{model}/ready"),
-                            lambda: (b"", JSON)),
-            "/v2": self._about, model: self._metadata,
-            "/metrics": lambda: (shared.page(), CONTENT_TYPE.encode())}
+        self._pages: dict[str, Callable[[], bytes]] = {
+            **dict.fromkeys(("/v2/health/live", "/v2/health/ready", f"{model}/ready"), bytes),
+            "/v2": self._about, model: self._metadata, "/metrics": shared.page}
         # A header that tells clients which of their connections share a worker.
         self._worker = b"oper-worker", str(os.getpid()).encode()
 
     def handle(self, exchange: Exchange) -> None:
         """Answer a request immediately or, if it is to be scored, when its batch is done."""
-        path, method = exchange.path, exchange.method.decode("latin-1")
-        is_scored = path == self._infer_path
+        path, is_scored = exchange.path, self._is_scored(exchange)
         self.in_flight += is_scored
         try:
             if not is_scored and path not in self._pages:
-                raise _NoSuchAddressError(
-                    "no such address", "path", path, f"{self._infer_path} or one of "
-                    f"{sorted(self._pages)}", "use one of these paths")
-            allowed = "POST" if is_scored else "GET, HEAD"
-            if method not in allowed.split(", "):
-                raise _WrongMethodError(f"cannot answer at {path}", "method", method, allowed,
-                                        "use an allowed method")
+                raise ServerError(404, "no such address", "path", path,
+                                  f"{self._infer_path} or one of {sorted(self._pages)}",
+                                  "use one of these paths")
+            allowed = self._allowed(exchange)
+            if exchange.method not in allowed.split(", "):
+                raise ServerError(405, f"cannot answer at {path}", "method", exchange.method,
+                                  allowed, "use an allowed method")
             if is_scored:
                 self._infer(exchange)
             else:
-                exchange.answer(200, *self._pages[path]())
+                kind = CONTENT_TYPE.encode() if path == "/metrics" else _JSON
+                self._answer(exchange, 200, self._pages[path](), kind)
         except Exception as error:
-            self._refuse(exchange, error)
+            self.refuse(exchange, error)
 
-    def abandoned(self, path: str) -> None:
+    def refuse(self, exchange: Exchange, error: Exception) -> None:
+        """Answer a request with an error."""
+        status = error.status if isinstance(error, ServerError) else (
+            400 if isinstance(error, InvalidInputError) else 500)
+        if status == 500:
+            log.error("a request could not be answered", exc_info=error)
+        text = str(error) if isinstance(error, OperError) else (
+            f"the model failed: {type(error).__name__}; see the server's log")
+        more = {405: (b"allow", self._allowed(exchange).encode()), 503: (b"retry-after", b"1")}
+        self._answer(exchange, status, _dump(error=text), _JSON,
+                     *([more[status]] if status in more else []))
+
+    def abandon(self, exchange: Exchange) -> None:
         """Count a request whose connection closed before it was complete."""
-        if path == self._infer_path:
-            self.counted.count("gone")
+        if self._is_scored(exchange):
+            self.counted.count(0)
 
-    def _about(self) -> tuple[bytes, bytes]:
+    def _is_scored(self, exchange: Exchange) -> bool:
+        return exchange.path == self._infer_path
+
+    def _allowed(self, exchange: Exchange) -> str:
+        return "POST" if self._is_scored(exchange) else "GET, HEAD"
+
+    def _answer(self, exchange: Exchange, status: int, body: bytes, kind: bytes,
+                *more: tuple[bytes, bytes]) -> None:
+        if self._is_scored(exchange):
+            self.in_flight -= 1
+            self.counted.count(status)
+        exchange.ends = exchange.ends or self._should_close()
+        exchange.status, exchange.answer = status, body
+        exchange.more = (b"content-type", kind), *more
+        exchange.send()
+
+    def _about(self) -> bytes:
         return _dump(name="oper", version=__version__, extensions=["binary_tensor_data"],
-                     parameters={"model": self._signature.name}), JSON
+                     parameters={"model": self._signature.name})
 
-    def _metadata(self) -> tuple[bytes, bytes]:
+    def _metadata(self) -> bytes:
         s = self._signature
         shapes = {"dense": [-1, s.num_dense], "lengths": [len(s.features), -1], "ids": [-1]}
         return _dump(
@@ -119,23 +154,19 @@ class App:
             inputs=[{"name": n, "datatype": wire.INPUTS[n], "shape": shape}
                     for n, shape in shapes.items()],
             outputs=[{"name": "scores", "datatype": "FP32", "shape": [-1]}],
-            parameters={"features": list(s.features), "num_rows": list(s.num_rows)}), JSON
+            parameters={"features": list(s.features), "num_rows": list(s.num_rows)})
 
     # ---- scores ----------------------------------------------------------------------------------
 
     def _infer(self, exchange: Exchange) -> None:
-        if exchange.size > self._max_bytes:
+        if exchange.size > self.options.max_bytes:
             exchange.ends = True
-            raise _TooLargeError("the request is too large", "bytes", exchange.size,
-                                 f"<= {self._max_bytes}", "send fewer samples at a time")
+            raise ServerError(413, "the request is too large", "bytes", exchange.size,
+                              f"<= {self.options.max_bytes}", "send fewer samples at a time")
         begin = time.monotonic()
-        length = _number(exchange.headers, _HEADER_LENGTH)
-        timeout = _number(exchange.headers, TIMEOUT)
-        if length is not None and not length.is_integer():
-            raise InvalidInputError("cannot score the request", wire.HEADER_LENGTH, length,
-                                    "a whole number of bytes", "send the length of the JSON header")
-        request = wire.decode_request(exchange.body, None if length is None else int(length),
-                                      self._signature)
+        length = _number(exchange.headers, _HEADER_LENGTH, int)
+        timeout = _number(exchange.headers, TIMEOUT, float)
+        request = wire.decode_request(exchange.body, length, self._signature)
         exchange.body = b""
         if not request.num_samples:
             self._send_scores(exchange, np.zeros(0, np.float32), 0)
@@ -143,12 +174,11 @@ class App:
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
         self.batcher.submit(PendingRequest(
             request, partial(self._scored, exchange, time.monotonic()), deadline, begin))
-        self._submitted()
 
     def _scored(self, exchange: Exchange, decoded: float, pending: PendingRequest) -> None:
         """Answer a request that the batcher has scored or refused."""
         if pending.result is None:
-            self._refuse(exchange, pending.error or RuntimeError("no result"))
+            self.refuse(exchange, pending.error or RuntimeError("no result"))
             return
         scored = time.monotonic()
         self._send_scores(exchange, *pending.result)
@@ -160,41 +190,27 @@ class App:
         # Clients that send tensors as JSON get scores as JSON.
         body, length = wire.encode_scores(scores, epoch, self._signature.name,
                                           _HEADER_LENGTH in exchange.headers)
-        more = [self._worker]
-        if length is not None:
-            more.append((_HEADER_LENGTH, b"%d" % length))
-        self._done("ok")
-        exchange.answer(200, body, JSON if length is None else _BINARY, more)
-
-    def _refuse(self, exchange: Exchange, error: Exception) -> None:
-        is_scored = exchange.path == self._infer_path
-        status, outcome = next(x for kind, x in _REFUSALS.items() if isinstance(error, kind))
-        if status == 500:
-            log.error("a request could not be answered", exc_info=error)
-        text = str(error) if isinstance(error, OperError) else (
-            f"the model failed: {type(error).__name__}; see the server's log")
-        more = {405: [(b"allow", b"POST" if is_scored else b"GET, HEAD")],
-                503: [(b"retry-after", b"1")]}.get(status, [])
-        if is_scored:
-            self._done(outcome)
-        exchange.answer(status, _dump(error=text), JSON, more)
-
-    def _done(self, outcome: str) -> None:
-        self.in_flight -= 1
-        self.counted.count(outcome)
+        if length is None:
+            self._answer(exchange, 200, body, _JSON, self._worker)
+        else:
+            self._answer(exchange, 200, body, _BINARY, self._worker,
+                         (_HEADER_LENGTH, b"%d" % length))
 
 
-def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
+def _number(headers: dict[bytes, bytes], name: bytes, kind: Callable[[bytes], Any]) -> Any:
+    """Return the number in a header, converted by `kind`; None if the header is missing."""
     text = headers.get(name)
     if text is None:
         return None
     try:
-        value = float(text)
+        value = kind(text)
     except ValueError:
-        value = float("nan")
+        value = -1
     if not 0 <= value < 1e12:
-        raise InvalidInputError("cannot score the request", name.decode(), text.decode("latin-1"),
-                                "a number in [0, 1e12)", "correct or omit this header")
+        raise InvalidInputError(
+            "cannot score the request", name.decode(), text.decode("latin-1"),
+            f"{'a whole' if kind is int else 'a'} number in [0, 1e12)",
+            "correct or omit this header")
     return value
 
 

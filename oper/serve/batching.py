@@ -12,18 +12,10 @@ import numpy as np
 
 from oper.errors import InvalidInputError, OperError, require
 from oper.serve.options import BatchOptions
-from oper.serve.requests import Predictor, Request, join
+from oper.serve.requests import Predictor, Request, ServerError, join
 
 _MAX_EXPANDED = 1 << 24  # ids of a batch whose shared bags are copied to every sample
 _SMOOTHING = 0.1  # weight of a new measurement in the moving average of the time per sample
-
-
-class OverloadedError(OperError, RuntimeError):
-    """The queue is full and the request was not accepted; retry later."""
-
-
-class ExpiredError(OperError, TimeoutError):
-    """The deadline of a request passed while it was queued, so it was not scored."""
 
 
 @dataclass(slots=True)
@@ -76,12 +68,12 @@ class Batcher:
         """Queue a validated request for scoring by `turn`.
 
         Raises:
-            OverloadedError: the queue is full.
+            ServerError: the queue is full (status 503).
         """
         size = pending.request.num_samples
         if self.queued and self.queued + size > self.options.max_queued:
-            raise OverloadedError("too many requests", "samples waiting", self.queued + size,
-                                  f"<= {self.options.max_queued}", "retry later")
+            raise ServerError(503, "too many requests", "samples waiting", self.queued + size,
+                              f"<= {self.options.max_queued}", "retry later")
         self._waiting.append(pending)
         self.queued += size
 
@@ -106,7 +98,7 @@ class Batcher:
 
     def _next_batch(self) -> list[PendingRequest]:
         """Remove the next batch from the queue, oldest request first. Requests whose deadline has
-        passed get an ExpiredError. The batch ends before a request that would make it exceed
+        passed get a ServerError (504). The batch ends before a request that would make it exceed
         `max_samples` or the deadline of one of its requests."""
         now, most = time.monotonic(), self.options.max_samples
         batch: list[PendingRequest] = []
@@ -121,9 +113,10 @@ class Batcher:
             self._waiting.popleft()
             self.queued -= more
             if is_late:
-                pending.error = ExpiredError(
-                    "the request was not scored", "waited (s)", round(now - pending.arrived, 3),
-                    "less than its deadline", "allow more time, or send fewer samples")
+                pending.error = ServerError(
+                    504, "the request was not scored", "waited (s)",
+                    round(now - pending.arrived, 3), "less than its deadline",
+                    "allow more time, or send fewer samples")
                 pending.done(pending)
                 continue
             batch.append(pending)

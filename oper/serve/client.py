@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, fail, require
+from oper.errors import DeadlineError, InvalidInputError, require
 from oper.serve import wire
-from oper.serve.requests import Request
+from oper.serve.requests import Request, ServerError
 from oper.support.processes import in_child
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
@@ -72,14 +72,6 @@ class _Connection:
     def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
-
-
-class ServerError(OperError, RuntimeError):
-    """The server refused a request or failed on it; ``status`` is the HTTP status code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(slots=True)
@@ -218,9 +210,9 @@ class Client:
                 found = found[key]
             return found
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ServerError(200, fail(
-                f"{self._address} is not a scoring server", path, data[:60],
-                "JSON of the protocol", "pass the address that oper serve prints")) from None
+            raise ServerError(
+                200, f"{self._address} is not a scoring server", path, data[:60],
+                "JSON of the protocol", "pass the address that oper serve prints") from None
 
     def metrics(self) -> str:
         """Return the server's metrics in Prometheus' text format."""
@@ -273,9 +265,9 @@ class Client:
                                         until - time.monotonic())))
                 pause = min(2 * pause, _LAST_PAUSE_S)
         if lost > _MAX_LOST:
-            raise ServerError(0, fail(place, "connections lost", lost,
-                                      f"<= {_MAX_LOST} for one request ({problem})",
-                                      "check the server's log"))
+            raise ServerError(0, place, "connections lost", lost,
+                              f"<= {_MAX_LOST} for one request ({problem})",
+                              "check the server's log")
         raise DeadlineError(place, "timeout_s", self.timeout_s, f"an answer in time ({problem})",
                             "check the server")
 

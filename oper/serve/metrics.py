@@ -25,7 +25,9 @@ _REQUESTS = tuple(float(1 << k) for k in range(9))
 # Consecutive stages of a request: first to last byte received; decoded and checked; batch begun;
 # scored; answer written.
 STAGES = ("receive", "decode", "wait", "score", "answer")
-_OUTCOMES = ("ok", "invalid", "oversized", "overloaded", "expired", "failed", "gone")
+# Of a scoring request, by the HTTP status of the answer; 0 = none, as the client has gone.
+_OUTCOMES = {200: "ok", 400: "invalid", 405: "invalid", 413: "oversized", 503: "overloaded",
+             504: "expired", 500: "failed", 0: "gone"}
 _DOMAINS = ("local", "remote")
 # Records of a trace: their kind, begin, then end and numbers of the kind. Times are in seconds, as
 # `time.monotonic` returns them, a clock that the processes of a host share.
@@ -81,7 +83,8 @@ class Metric:
             yield f"{self.name}_sum{mark} {float(row[-1])}"
 
 
-_ANSWERED = Metric("oper_requests", "counter", "Requests by outcome.", "outcome", _OUTCOMES)
+_ANSWERED = Metric("oper_requests", "counter", "Requests by outcome.", "outcome",
+                   tuple(dict.fromkeys(_OUTCOMES.values())))
 _LATENCY = Metric("oper_request_seconds", "histogram", "Time from a complete request to its "
                   "scores.", buckets=_LATENCY_S)
 _STAGE = Metric("oper_stage_seconds", "histogram", "Time of each consecutive stage of a request.",
@@ -196,9 +199,9 @@ class WorkerMetrics:
         row[bisect_left(metric.buckets, amount)] += 1
         row[-1] += amount
 
-    def count(self, outcome: str) -> None:
-        """Count a request that was answered, or given up."""
-        self._series[_ANSWERED.name, outcome][0] += 1
+    def count(self, status: int) -> None:
+        """Count a scoring request by the status of its answer; 0 = it was given up."""
+        self._series[_ANSWERED.name, _OUTCOMES[status]][0] += 1
 
     def observe_request(self, begin: float, ends: Sequence[float], samples: int, epoch: int
                         ) -> None:

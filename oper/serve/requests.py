@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 
 
 def check_name(name: str) -> None:
@@ -258,3 +258,14 @@ def bad_request(name: str, value: object, expected: str) -> InvalidInputError:
     """Return the error of a request that does not fit the model."""
     return InvalidInputError("cannot score the request", name, value, expected,
                              "see the model's inputs at GET /v2/models/NAME")
+
+
+class ServerError(OperError, RuntimeError):
+    """A request that the server refuses or fails on; ``status`` is the HTTP status code.
+
+    The server raises it for its client, which raises it again.
+    """
+
+    def __init__(self, status: int, *message: Any) -> None:
+        super().__init__(*message)
+        self.status = status

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import gc
 import logging
 import os
 import resource
+import selectors
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -29,9 +28,9 @@ log = logging.getLogger("oper.serve")
 READY, ACCEPT = b"r", b"a"
 _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
-_GRACE_S = 5.0  # after the drain time, the process is forced to exit
+_GRACE_S = 5.0  # after the drain time, the process is killed
 _YIELD_S = 0.25  # how long a connection waits for workers with fewer connections, if these are busy
-_STEP_S = 0.002  # first of the growing pauses after which it checks whether these have accepted it
+_STEP_S = 0.002  # first of the growing pauses until it checks whether these have accepted it
 _BUSY_S = 1.0  # how long further connections do not wait after that
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
@@ -65,7 +64,7 @@ def run_worker(control: socket.socket, listener: socket.socket, opener: Callable
     # would take milliseconds each time.
     gc.collect()
     gc.freeze()
-    asyncio.run(worker.serve())
+    worker.serve()
     worker.report()
     close = getattr(predictor, "close", None)
     if close is not None:
@@ -73,58 +72,73 @@ def run_worker(control: socket.socket, listener: socket.socket, opener: Callable
 
 
 class _Worker:
-    """Serves all connections of a worker on one event loop. The loop alternates between reading all
-    ready sockets and scoring one batch. Requests that arrive during scoring form the next batch,
-    and no hand-over between threads is needed."""
+    """Serves all connections of a worker on one thread. It alternates between reading all ready
+    sockets and scoring one batch. Requests that arrive during scoring form the next batch, and no
+    hand-over between threads is needed."""
 
     def __init__(self, control: socket.socket, listener: socket.socket, options: ServeOptions,
                  shared: Shared, place: int, predictor: Predictor) -> None:
-        self.options, self.connections = options, set[Connection]()
-        self._control, self._listener = control, listener
-        self._app = App(predictor, options, shared, place, self._plan)
-        self._batcher = self._app.batcher
-        self.handle, self.abandoned = self._app.handle, self._app.abandoned
+        self._control, self._listener, self._options = control, listener, options
+        self._app = App(predictor, options, shared, place, self._should_close)
+        self._connections = set[Connection]()
+        self._selector = selectors.DefaultSelector()
         # Open connections of all workers; -1 = the worker accepts none.
         self._counts, self._place = shared.workers()["connections"], place
         self._most = float("inf")  # connections beyond it are closed after their next answer
         self._leaving = 0  # connections that close after the answer being written
         self._others_busy_until = 0.0
-        self._arriving: dict[Connection, asyncio.Task[None]] = {}
-        self._drains = False
-        self._next: asyncio.Handle | None = None  # scheduled call of `_turn` or `_plan`
+        self._waiting_since = 0.0  # since when the next connection waits to be accepted
+        self._accepts_at = float("inf")  # when to try to accept it again
+        self._ends_at = float("inf")  # set while the worker drains
         self._spins_until = 0.0
 
-    async def serve(self) -> None:
+    def serve(self) -> None:
         """Serve until the supervisor closes the control socket and requests are answered."""
-        self._loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         self._listener.setblocking(False)
-        self._loop.add_reader(self._control.fileno(), self._obey)
+        self._selector.register(self._control, selectors.EVENT_READ, self._obey)
         self.report()
         self._control.send(READY)
-        ticks, until = 0, float("inf")
-        while not (self._drains and not self.connections) and time.monotonic() < until:
-            await asyncio.sleep(_TICK_S)
-            ticks += 1
-            self._level()
-            if ticks % _REPORT_TICKS == 0:
-                self.report()
-            if ticks % _EXPIRE_TICKS == 0:
-                for connection in list(self.connections):
-                    connection.expire(time.monotonic())
-            if self._drains and not self._arriving:
-                until = min(until, time.monotonic() + self.options.drain_s)
-                # The loop reads sockets before it runs timers, so connections with a request that
-                # has arrived are not idle here.
-                for connection in list(self.connections):
-                    if connection.is_idle:
-                        connection.close()
+        ticks, next_tick, batcher = 0, 0.0, self._app.batcher
+        while time.monotonic() < self._ends_at and (self._connections or not self._drains):
+            now, due_s = time.monotonic(), batcher.due_s()
+            wait_s = 0.0 if now < self._spins_until else min(
+                next_tick - now, self._accepts_at - now, float("inf") if due_s is None else due_s)
+            for key, events in self._selector.select(max(0.0, wait_s)):
+                key.data(events)
+            now = time.monotonic()
+            if now >= self._accepts_at:
+                self._accept()
+            # After reading the sockets, so that connections with a request that has arrived are not
+            # idle here.
+            if now >= next_tick:
+                ticks, next_tick = ticks + 1, now + _TICK_S
+                self._tick(ticks)
+            due_s = batcher.due_s()
+            if due_s is not None and due_s <= 0:
+                batcher.turn()
+                self._spins_until = time.monotonic() + self._options.spin_us / 1e6
+
+    def _tick(self, ticks: int) -> None:
+        """Do what is due every `_TICK_S` seconds."""
+        self._level()
+        if ticks % _REPORT_TICKS == 0:
+            self.report()
+        for connection in list(self._connections):
+            if self._drains and connection.is_idle:
+                connection.close()
+            elif ticks % _EXPIRE_TICKS == 0:
+                connection.expire(time.monotonic())
 
     def report(self) -> None:
         """Update the gauges and the counts of rows and keys read."""
-        self._app.counted.report(self._batcher.queued, self._app.in_flight)
+        self._app.counted.report(self._app.batcher.queued, self._app.in_flight)
 
-    def _obey(self) -> None:
+    @property
+    def _drains(self) -> bool:
+        return self._ends_at < float("inf")
+
+    def _obey(self, _: int) -> None:
         """Begin to accept connections, or begin draining at the end of the stream."""
         try:
             data = self._control.recv(len(ACCEPT))
@@ -134,119 +148,72 @@ class _Worker:
             data = b""
         if data:
             self._counts[self._place] = 0
-            self._watch()
+            self._selector.register(self._listener, selectors.EVENT_READ, self._arrive)
             return
-        self._loop.remove_reader(self._control.fileno())
-        self._loop.remove_reader(self._listener.fileno())
+        for source in (self._control, self._listener):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
         self._listener.close()
-        self._drains = True
+        self._accepts_at = float("inf")
         self._counts[self._place] = -1
+        self._ends_at = time.monotonic() + self._options.drain_s
         # Exit even if the model never returns.
-        timer = threading.Timer(self.options.drain_s + _GRACE_S, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
-
-    # ---- batches ---------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        """Schedule scoring of the next batch for when it is due, after reading ready sockets."""
-        due_s = self._batcher.due_s()
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        if due_s is not None:
-            self._next = (self._loop.call_soon(self._turn) if due_s <= 0
-                          else self._loop.call_later(due_s, self._turn))
-
-    def _turn(self) -> None:
-        self._next = None
-        self._batcher.turn()
-        if self._batcher.queued:
-            # Ready sockets are read before the loop runs `_plan`.
-            self._next = self._loop.call_soon(self._plan)
-        elif self.options.spin_us:
-            is_spinning = self._spins_until > 0
-            self._spins_until = time.monotonic() + self.options.spin_us / 1e6
-            if not is_spinning:
-                self._loop.call_soon(self._spin)
-
-    def _spin(self) -> None:
-        """Keep the event loop polling until `_spins_until`."""
-        if time.monotonic() < self._spins_until:
-            self._loop.call_soon(self._spin)
-        else:
-            self._spins_until = 0.0
+        signal.setitimer(signal.ITIMER_REAL, self._options.drain_s + _GRACE_S)
 
     # ---- connections -----------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        if not self._drains:
-            self._loop.add_reader(self._listener.fileno(), self._arrive)
+    def _arrive(self, _: int) -> None:
+        self._selector.unregister(self._listener)
+        self._waiting_since = time.monotonic()
+        self._accept()
 
-    def _arrive(self) -> None:
-        self._loop.remove_reader(self._listener.fileno())
-        self._accept(time.monotonic())
-
-    def _accept(self, since: float, step_s: float = _STEP_S) -> None:
-        """Accept connections that have waited since a time, or leave them to workers with fewer and
-        look again after `step_s`."""
-        pause_s = 0.0
+    def _accept(self) -> None:
+        """Accept waiting connections, or leave them to workers with fewer and look again after a
+        pause as long as they have waited."""
+        self._accepts_at = float("inf")
         for _ in range(_MOST_ACCEPTED):
-            if self._drains:
-                return
             now, mine, counts = time.monotonic(), self._count(), self._counts
             yields = now > self._others_busy_until and bool(
                 ((counts >= 0) & (counts < mine)).any())
-            if yields and now < since + _YIELD_S:
-                self._loop.call_later(step_s, self._accept, since, 2 * step_s)
+            waited_s = now - self._waiting_since
+            if yields and waited_s < _YIELD_S:
+                self._accepts_at = now + max(_STEP_S, waited_s)
                 return
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except ConnectionError:
                 continue  # the client has gone already
             except BlockingIOError:
                 break  # other workers have the others
             except OSError as error:
-                if error.errno == errno.EINVAL:  # the server is stopping
-                    return
-                log.error("cannot accept a connection: %s", error)
-                pause_s = _TICK_S  # a file descriptor may become free
-                break
+                if error.errno != errno.EINVAL:  # otherwise the server is stopping
+                    log.error("cannot accept a connection: %s", error)
+                    self._accepts_at = now + _TICK_S  # a file descriptor may become free
+                return
             if yields:
                 self._others_busy_until = now + _BUSY_S
             self._evict_idle()
-            arriving = Connection(self)
-            self._arriving[arriving] = self._loop.create_task(self._adopt(arriving, connection))
+            connection = Connection(accepted, self._app, self._selector,
+                                    self._connections.discard)
+            self._connections.add(connection)
+            connection.on_ready(selectors.EVENT_READ)
         self._count()
-        self._loop.call_later(pause_s, self._watch)
-
-    async def _adopt(self, arriving: Connection, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        try:
-            await self._loop.connect_accepted_socket(lambda: arriving, connection)
-        except OSError:
-            connection.close()  # the client has gone already
-        finally:
-            del self._arriving[arriving]
+        self._selector.register(self._listener, selectors.EVENT_READ, self._arrive)
 
     def _evict_idle(self) -> None:
         """Close the least recently used idle connections in excess of `max_connections`. As in
         nginx, idle clients cannot keep out new ones."""
-        too_many = self._count() + 1 - self.options.max_connections
-        if too_many <= 0:
-            return
-        held = [c for c in self.connections if not c.is_closing]
-        too_many -= len(self.connections) - len(held)
-        idle = sorted((c for c in held if c.is_idle), key=lambda c: c.last_used)
-        for connection in idle[:max(0, too_many)]:
-            connection.close()
+        too_many = len(self._connections) + 1 - self._options.max_connections
+        if too_many > 0:
+            idle = sorted((c for c in self._connections if c.is_idle), key=lambda c: c.since)
+            for connection in idle[:too_many]:
+                connection.close()
 
     def _count(self) -> int:
         """Publish and return the number of open connections."""
-        count = len(self.connections) + sum(c not in self.connections for c in self._arriving)
         if self._counts[self._place] >= 0:
-            self._counts[self._place] = count
-        return count
+            self._counts[self._place] = len(self._connections)
+        return len(self._connections)
 
     def _level(self) -> None:
         """Close excess connections if this worker has far more than an equal share. When a worker
@@ -257,11 +224,11 @@ class _Worker:
         self._most = share if mine > share + max(1, share // 8) else float("inf")
         self._leaving = 0
 
-    def should_close(self) -> bool:
-        """Whether to close the connection after the answer that is being written."""
+    def _should_close(self) -> bool:
+        """Whether to close the connection after the answer that is being given."""
         if self._drains:
             return True
-        if len(self.connections) - self._leaving <= self._most:
+        if len(self._connections) - self._leaving <= self._most:
             return False
         self._leaving += 1
         return True

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 from oper.errors import InvalidInputError, OperError
 from oper.serve import Request, wire
-from oper.serve.batching import Batcher, BatchOptions, ExpiredError, OverloadedError, PendingRequest
-from oper.serve.requests import join, reorder
+from oper.serve.batching import Batcher, BatchOptions, PendingRequest
+from oper.serve.requests import ServerError, join, reorder
 from tests.serve_support import SIGNATURE, Sums, expected, random_request
 
 
@@ -274,7 +274,7 @@ def test_waiting_requests_are_scored_together_and_exactly(parts: tuple[Noting, B
 def test_a_request_larger_than_a_batch_is_scored_alone(parts: tuple[Noting, Batcher]) -> None:
     model, batcher = parts
     large, small = [*submit(batcher, many(1, 30)), PendingRequest(many(1)[0], lambda _: None)]
-    with pytest.raises(OverloadedError):
+    with pytest.raises(ServerError):
         batcher.submit(small)
     finish(batcher)
     assert model.sizes == [30]
@@ -285,7 +285,7 @@ def test_requests_beyond_the_queue_are_refused_and_do_not_affect_others(
         parts: tuple[Noting, Batcher]) -> None:
     _, batcher = parts
     waiting = submit(batcher, many(6))
-    with pytest.raises(OverloadedError, match="samples waiting=21, expected <= 20"):
+    with pytest.raises(ServerError, match="samples waiting=21, expected <= 20"):
         submit(batcher, many(1))
     finish(batcher)
     assert all(p.result is not None for p in waiting)
@@ -298,7 +298,8 @@ def test_expired_requests_are_not_scored(parts: tuple[Noting, Batcher]) -> None:
     live, = submit(batcher, many(1))
     last, = submit(batcher, many(1), deadline=time.monotonic() - 1)
     batcher.turn()
-    assert isinstance(late.error, ExpiredError) and isinstance(last.error, ExpiredError)
+    for error in (late.error, last.error):
+        assert isinstance(error, ServerError) and error.status == 504
     assert live.result is not None
     assert (model.sizes, batcher.queued) == ([3], 0)
 
