@@ -6,7 +6,6 @@ import collections
 import contextlib
 import http.client
 import json
-import numbers
 import random
 import select
 import socket
@@ -20,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from oper.errors import DeadlineError, InvalidInputError, require
+from oper.ranges import Rule
 from oper.serve import wire
 from oper.serve.requests import Request, ServerError
 from oper.support.processes import in_child
@@ -28,38 +28,35 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 _MAX_IDLE = 64  # idle connections in the pool
 _SEND_BYTES = 1 << 20  # send buffer, large enough to send most requests without waiting
 _MAX_LOST = 3  # connections that one request may lose; beyond, the request may be the cause
-_MAX_TIMEOUT_S = 1e9  # below the largest timeout of a socket
+# Below the largest timeout of a socket.
+_TIMEOUT_S = Rule(lambda x: 0 <= x <= 1e9, "a number of seconds from 0 to 1000000000")
 TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
-class _Connection:
+class _Connection(http.client.HTTPConnection):
     """A connection to the server, opened by its first request.
 
     Attributes:
         worker: process id of the server's worker with this connection; None before an answer.
-        sock: the socket; None before the first request.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self.worker: str | None = None
-        self.sock: socket.socket | None = None
+    worker: str | None = None
 
     def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
-            timeout_s: float) -> socket.socket:
-        """Send a request, head and body at once so that the server wakes up once; return the socket
-        from which to read the answer. `timeout_s` is for each operation on this socket."""
-        if self.sock is None:
-            self.sock = socket.create_connection(_place(self._address), timeout_s)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            timeout_s: float) -> http.client.HTTPResponse:
+        """Send a request, head and body at once so that the server wakes up once; return the answer
+        to be read. `timeout_s` is for each operation on the socket."""
+        if not self.sock:
+            self.timeout = timeout_s
+            self.connect()
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.sock.settimeout(timeout_s)
-        head = [f"{method} {path} HTTP/1.1", f"host: {self._address}",
-                f"content-length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
+        head = [f"{method} {path} HTTP/1.1", f"content-length: {len(body)}",
+                *(f"{name}: {value}" for name, value in headers.items())]
         # A server that refuses the request may answer and close before it has read all.
         with contextlib.suppress(ConnectionError):
             self.sock.sendall("\r\n".join([*head, "\r\n"]).encode("ascii") + body)
-        return self.sock
+        return http.client.HTTPResponse(self.sock, method=method)
 
     def is_closed(self) -> bool:
         """Whether the server has closed the idle connection: nothing else makes it readable."""
@@ -68,10 +65,6 @@ class _Connection:
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0))
-
-    def close(self) -> None:
-        if self.sock is not None:
-            self.sock.close()
 
 
 @dataclass(slots=True)
@@ -109,12 +102,9 @@ class Client:
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         self._address = address.removeprefix("http://").rstrip("/")
-        _place(self._address)
-        given: object = timeout_s  # may be NumPy's
-        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        _check_address(self._address)
         require("cannot connect", "choose a time in this range",
-                ("timeout_s", given, is_number and 0 <= timeout_s <= _MAX_TIMEOUT_S,
-                 f"a number of seconds from 0 to {_MAX_TIMEOUT_S:.0f}"))
+                ("timeout_s", timeout_s, _TIMEOUT_S.allows(timeout_s, float), _TIMEOUT_S.expected))
         self.timeout_s, self.counts = float(timeout_s), ClientCounts()
         self._model = model
         self._lock = threading.Lock()
@@ -275,8 +265,8 @@ class Client:
               left: float) -> tuple[http.client.HTTPResponse, bytes]:
         connection, keep = self._take(), False
         try:
-            answer = http.client.HTTPResponse(connection.ask(
-                method, path, body, {**headers, TIMEOUT: f"{left * 1e3:.0f}"}, left), method=method)
+            answer = connection.ask(method, path, body, {
+                "host": self._address, TIMEOUT: f"{left * 1e3:.0f}", **headers}, left)
             answer.begin()
             data = answer.read()
             connection.worker = answer.headers.get(WORKER, connection.worker)
@@ -316,13 +306,12 @@ class Client:
         return found
 
 
-def _place(address: str) -> tuple[str, int]:
-    """Split ``host:port``; raises InvalidInputError."""
+def _check_address(address: str) -> None:
+    """Raise InvalidInputError unless `address` is ``host:port``."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidInputError("cannot connect", "address", address, "host:port",
                                 "pass the address that 'oper serve' prints")
-    return host.strip("[]"), int(port)
 
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:

@@ -178,10 +178,14 @@ def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signa
     to = places(features, signature)
     out = np.zeros((len(signature.features), lengths.shape[1]), np.int32)
     out[to] = lengths
-    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64)).tolist()
-    # Slicing takes a tenth of the time of `np.split`.
-    parts = [ids[a:b] for a, b in itertools.pairwise([0, *ends])]
+    parts = _by_feature(lengths, ids)
     return out, np.concatenate([ids[:0], *(parts[k] for k in np.argsort(to))])
+
+
+def _by_feature(lengths: np.ndarray, ids: np.ndarray) -> list[np.ndarray]:
+    """Split ids by feature, in a tenth of the time of `np.split`."""
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64)).tolist()
+    return [ids[a:b] for a, b in itertools.pairwise([0, *ends])]
 
 
 def join(requests: Sequence[Request]) -> Request:
@@ -197,18 +201,13 @@ def join(requests: Sequence[Request]) -> Request:
         first = np.concatenate([r.firsts() + b for r, b in zip(requests, begins, strict=True)])
     dense = np.concatenate([r.dense for r in requests])
     lengths = np.concatenate([r.lengths for r in requests], axis=1)
-    num_features = lengths.shape[0]
-    sizes = [r.ids.size for r in requests]
-    if lengths.size and (lengths == lengths[0, 0]).all() and num_features:
+    if lengths.size and (lengths == lengths[0, 0]).all():
         # All bags have the same size, so ids are a matrix with a row per feature.
-        ids = np.concatenate([r.ids.reshape(num_features, -1) for r in requests], axis=1)
+        ids = np.concatenate([r.ids.reshape(len(lengths), -1) for r in requests], axis=1)
         return Request(dense, lengths, ids.reshape(-1), shared, first)
-    # Bounds as Python integers, since slicing with NumPy integers takes several times as long.
-    bounds = [[0, *np.cumsum(r.lengths.sum(axis=1, dtype=np.int64)).tolist()] for r in requests]
-    parts = [r.ids[bounds[k][f]:bounds[k][f + 1]]
-             for f in range(num_features) for k, r in enumerate(requests) if sizes[k]]
-    return Request(dense, lengths, np.concatenate(parts) if parts else requests[0].ids[:0],
-                   shared, first)
+    parts = zip(*(_by_feature(r.lengths, r.ids) for r in requests), strict=True)
+    ids = np.concatenate([requests[0].ids[:0], *itertools.chain.from_iterable(parts)])
+    return Request(dense, lengths, ids, shared, first)
 
 
 class Predictor(Protocol):

@@ -39,24 +39,29 @@ _LARGE = int(np.finfo(np.float64).max)
 
 
 def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mapping[str, Any],
-           **fields: Any) -> tuple[bytes, int]:
+           binary: bool = True, **fields: Any) -> tuple[bytes, int]:
     """Encode a message; return it and the length of its JSON header in bytes.
 
     Args:
         tensors: maps names to arrays of dtype float32, int32 or int64.
         direction: ``"inputs"`` or ``"outputs"``.
         parameters: parameters of the message.
+        binary: whether the tensors follow the header, instead of being in it as numbers.
         fields: other fields of the header.
     """
     listed, blobs = [], []
     for name, value in tensors.items():
-        data = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
-        listed.append({"name": name, "datatype": _NAMES[value.dtype.newbyteorder("<")],
-                       "shape": list(value.shape),
-                       "parameters": {"binary_data_size": len(data)}})
-        blobs.append(data)
+        kind = value.dtype.newbyteorder("<")
+        entry: dict[str, Any] = {
+            "name": name, "datatype": _NAMES[kind], "shape": list(value.shape)}
+        if binary:
+            blobs.append(np.ascontiguousarray(value, kind).tobytes())
+            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+        else:
+            entry["data"] = value.tolist()
+        listed.append(entry)
     header = json.dumps({**fields, "parameters": dict(parameters), direction: listed},
-                        separators=(",", ":")).encode()
+                        separators=(",", ":") if binary else None).encode()
     return b"".join([header, *blobs]), len(header)
 
 
@@ -221,12 +226,9 @@ def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = Tru
         The message and the length of its header in bytes. If not `binary`, for clients without the
         binary extension, the header contains the scores and the length is None.
     """
-    fields = {"model_name": model, "model_version": str(epoch)}
-    if binary:
-        return encode({"scores": scores}, "outputs", {"epoch": epoch}, **fields)
-    return json.dumps({**fields, "parameters": {"epoch": epoch}, "outputs": [
-        {"name": "scores", "datatype": "FP32", "shape": list(scores.shape),
-         "data": scores.tolist()}]}).encode(), None
+    body, length = encode({"scores": scores}, "outputs", {"epoch": epoch}, binary,
+                          model_name=model, model_version=str(epoch))
+    return body, length if binary else None
 
 
 def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, int]:
