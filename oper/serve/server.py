@@ -71,10 +71,6 @@ class _Worker:
         with contextlib.suppress(OSError):  # it has exited
             self.control.send(ACCEPT)
 
-    def watched(self) -> list[Any]:
-        """Return objects that become readable when the worker is ready or has exited."""
-        return [self.process.sentinel, *([] if self.ready else [self.control])]
-
 
 class Server:
     """A scoring server.
@@ -110,7 +106,7 @@ class Server:
         self._workers: list[_Worker] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._starting = threading.RLock()  # held while the server starts
+        self._started = threading.Event()  # the workers accept connections, or have ended
         self._error: Exception | None = None
         self._publishing = threading.Lock()
         self._failures = 0  # consecutive failed starts of a worker
@@ -160,16 +156,18 @@ class Server:
         self._listener = self._bind()
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         if signals is not None:
-            signals.interrupts = False  # an exception could leave a worker half started
-        with self._starting:
-            try:
-                self._start_workers(signals or Signals())
-                self._thread.start()
-            except BaseException:
-                self.stop()
-                if self._thread.ident is None:
-                    self._drain()
-                raise
+            signals.interrupts = False
+        try:
+            self._thread.start()
+            while not self._started.wait(FOLLOW_S):
+                if signals is not None and signals.stop:
+                    raise KeyboardInterrupt
+        except BaseException:
+            self.stop()
+            raise
+        if self._error is not None:
+            self.stop()
+            raise self._error
         return self
 
     def publish(self, weights: Any = None) -> int:
@@ -246,9 +244,8 @@ class Server:
     def stop(self) -> None:
         """Refuse new connections, finish requests in flight and stop the workers. Idempotent."""
         self._stop.set()
-        with self._starting:
-            if self._thread is not None and self._thread.ident is not None:
-                self._thread.join()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -342,15 +339,29 @@ class Server:
         return OperError("cannot listen", "address", f"{self.options.host}:{self.options.port}",
                          f"a free one ({error.strerror})", "choose another host or port")
 
-    def _start_workers(self, signals: Signals) -> None:
+    def _supervise(self) -> None:
+        try:
+            self._start_workers()
+            self._started.set()
+            while not self._stop.is_set():
+                for worker in self._wait():
+                    worker.accept()
+                for worker in list(self._workers):
+                    if not worker.process.is_alive():
+                        self._replace(worker)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._drain()
+            self._started.set()
+
+    def _start_workers(self) -> None:
         """Start the workers; once all are ready, let them accept connections."""
         assert self._listener is not None
         for place in range(self.options.workers):
             self._start_worker(place)
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
-            if signals.stop:
-                raise KeyboardInterrupt
             if time.monotonic() > until:
                 raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
                                     "all ready by then", "increase start_s")
@@ -365,19 +376,6 @@ class Server:
             raise self._cannot_listen(error) from error
         for worker in self._workers:
             worker.accept()
-
-    def _supervise(self) -> None:
-        try:
-            while not self._stop.is_set():
-                for worker in self._wait():
-                    worker.accept()
-                for worker in list(self._workers):
-                    if not worker.process.is_alive():
-                        self._replace(worker)
-        except Exception as error:
-            self._error = error
-        finally:
-            self._drain()
 
     def _start_worker(self, place: int) -> None:
         assert self._listener is not None
@@ -405,8 +403,9 @@ class Server:
 
     def _wait(self) -> list[_Worker]:
         """Wait up to `_POLL_S` seconds for events of workers; return those that became ready."""
-        wait([x for w in self._workers for x in w.watched()], _POLL_S)
         starting = [w for w in self._workers if not w.ready]
+        wait([*(w.process.sentinel for w in self._workers), *(w.control for w in starting)],
+             _POLL_S)
         for worker in starting:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 worker.ready = worker.control.recv(1) == READY
