@@ -1,15 +1,19 @@
 """Predictors with known scores, and other helpers for tests of serving."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from oper.serve import Request, Server, Signature
+from oper.serve import Client, Request, Server, Signature
 from oper.shmem.publication.reader import Reader
 
 SIGNATURE = Signature("sums", ("a", "b", "c"), (100, 50, 7), 2)
@@ -58,6 +62,47 @@ def random_request(rng: np.random.Generator, num_samples: int, uniform: bool = F
            for rows, row in zip(SIGNATURE.num_rows, lengths, strict=True)]
     return Request(rng.integers(0, 5, (num_samples, 2)).astype(np.float32), lengths,
                    np.concatenate(ids).astype(np.int64))
+
+
+def with_user(request: Request, shared: tuple[int, ...]) -> Request:
+    """Return the request with the first sample's bags of these features shared by all samples."""
+    lengths = request.lengths.copy()
+    lengths[list(shared), 1:] = 0
+    parts = np.split(request.ids, np.cumsum(request.lengths.sum(axis=1))[:-1])
+    return Request(request.dense, lengths, np.concatenate(
+        [part[:lengths[k].sum()] for k, part in enumerate(parts)]), shared)
+
+
+def as_json(request: Request, **changes: object) -> bytes:
+    """Encode a request with its tensors as numbers in JSON; `changes` replaces some of these."""
+    tensors = (("dense", "FP32", request.dense), ("ids", "INT64", request.ids),
+               ("lengths", "INT32", request.lengths))
+    return json.dumps({"inputs": [
+        {"name": name, "datatype": kind, "shape": list(value.shape),
+         "data": changes.get(name, value.tolist())} for name, kind, value in tensors]}).encode()
+
+
+@contextlib.contextmanager
+def scoring(client: Client) -> Iterator[list[int]]:
+    """Score random requests on six threads until the block ends, and check the scores; yields how
+    many each thread has scored."""
+    stop, done = threading.Event(), [0] * 6
+
+    def work(k: int) -> None:
+        rng = np.random.default_rng(k)
+        while not stop.is_set():
+            request = random_request(rng, 4)
+            assert np.array_equal(client.score_request(request)[0], expected(request))
+            done[k] += 1
+
+    with ThreadPoolExecutor(len(done)) as pool:
+        threads = [pool.submit(work, k) for k in range(len(done))]
+        try:
+            yield done
+        finally:
+            stop.set()
+        for thread in threads:
+            thread.result()
 
 
 def post(server: Server, body: bytes, headers: dict[str, str] | None = None,

@@ -23,7 +23,7 @@ from oper.serve.client import ServerError, _Connection
 from oper.serve.signals import Signals
 from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, expected, random_request, value_of
-from tests.support import read_trace, run_here, wait_for
+from tests.support import read_trace, wait_for
 
 READ_S = 2.0
 KEEP_ALIVE_S = 2
@@ -38,15 +38,15 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    with Client(server.address, timeout_s=30) as client:
-        yield client
-
-
-def connect(server: Server) -> socket.socket:
+def connect(server: Server, buffer: int | None = None) -> socket.socket:
+    """Connect; `buffer` limits the bytes of answers that the client's host takes unread."""
+    connection = socket.socket()
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(60)
     host, port = server.address.split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    connection.connect((host, int(port)))
+    return connection
 
 
 def test_requests_go_to_the_worker_with_the_fewest() -> None:
@@ -171,16 +171,42 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
 def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: Client) -> None:
     """The server neither buffers answers without limit nor reads further requests of this client.
     """
-    host, port = server.address.split(":")
-    with socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect((host, int(port)))
+    with connect(server, 4096) as deaf:
         deaf.settimeout(READ_S + 60)
         with pytest.raises(ConnectionError):
             while True:
                 deaf.sendall(b"GET /v2/models/sums HTTP/1.1\r\n\r\n" * 1000)
     good = random_request(np.random.default_rng(3), 2)
     assert np.array_equal(client.score_request(good)[0], expected(good))
+
+
+def test_a_client_that_reads_late_gets_all_answers_and_may_go_on(server: Server) -> None:
+    """Its answers fill all buffers on the way, so that the server stops reading and resumes."""
+    ask, count = b"GET /v2/models/sums HTTP/1.1\r\n\r\n", 20_000
+    with connect(server, 4096) as late:
+        sender = threading.Thread(target=late.sendall, args=(ask * count,))
+        sender.start()
+        time.sleep(0.3)  # most likely the server is blocked by then
+        answers = late.makefile("rb")
+        for _ in range(count):
+            assert answers.readline().startswith(b"HTTP/1.1 200")
+            size = 0
+            while (line := answers.readline()) != b"\r\n":
+                size = int(line[16:]) if line.startswith(b"content-length: ") else size
+            assert json.loads(answers.read(size))["name"] == "sums"
+        sender.join()
+        late.sendall(ask)
+        assert answers.readline().startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("rest", [b"", b"GET /v2", message(4)[:-1]])
+def test_a_client_that_has_finished_sending_gets_its_answers(server: Server, rest: bytes) -> None:
+    """Also if its last request is incomplete."""
+    with connect(server) as half:
+        half.sendall(message(1) + message(2) + rest)
+        half.shutdown(socket.SHUT_WR)
+        answers = half.makefile("rb").read()
+    assert answers.count(b"HTTP/1.1 200") == 2 == answers.count(b"HTTP/1.1 ")
 
 
 def test_incomplete_requests_are_dropped(server: Server, client: Client) -> None:
@@ -442,19 +468,6 @@ def test_a_stopping_server_finishes_its_trace(tmp_path: Path, monkeypatch: pytes
 
     server.serve_until_signalled(stop_soon, signals)
     assert read_trace(tmp_path / "t.json")["otherData"]["lost_records"] == 0
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, 601.0, float("nan")])
-def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="above 0, at most 600"):
-        ServeOptions(trace=str(tmp_path / "t.json"), trace_s=seconds)
-
-
-def test_a_length_without_a_file_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"trace_s=.*, expected None without trace"):
-        ServeOptions(trace_s=5.0)
-    done = run_here("serve", "model", "--trace-s", "5")
-    assert done.returncode == 2 and "no value without --trace; add" in done.stderr
 
 
 @pytest.mark.parametrize("path", ["", "pages"])

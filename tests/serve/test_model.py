@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from oper import cli
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint.follow import Change
-from oper.serve import Client, Request, ServeOptions, Server
+from oper.serve import BatchOptions, Client, Request, ServeOptions, Server
 from oper.serve.client import _Connection
 from oper.serve.model import PublishedModel, kjt_of, load_model
 from oper.serve.requests import join
@@ -30,7 +32,7 @@ from oper.tables import TableSpec
 from oper.train.model import describe, save_state
 from oper.train.raw_ids import build_trained
 from oper.train.resume import CONFIG, STATE
-from tests.serve_support import Sums, expected, random_request
+from tests.serve_support import Sums, expected, random_request, with_user
 from tests.support import ROOT, announced, damage_record, read_trace, serving, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
@@ -51,6 +53,18 @@ def write_run(folder: Path, seed: int) -> torch.nn.Module:
     return model
 
 
+@contextlib.contextmanager
+def published(folder: Path, **options: Any) -> Iterator[tuple[PublishedModel, Any]]:
+    """Publish a folder's model; yields it and a worker's predictor."""
+    model = load_model(folder, **options)
+    predictor: Any = model.opener()()
+    try:
+        yield model, predictor
+    finally:
+        predictor.close()
+        model.close()
+
+
 def request_of(seed: int, num_samples: int) -> Request:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, (3, num_samples)).astype(np.int32)
@@ -69,21 +83,16 @@ def scores_of(model: torch.nn.Module, request: Request) -> np.ndarray:
 def test_scores_of_a_worker_are_those_of_the_model(
         tmp_path: Path, row_dtype: str | None, tolerance: float) -> None:
     model, request = write_run(tmp_path, 1), request_of(0, 30)
-    published = load_model(tmp_path, row_dtype=row_dtype)
-    predictor: Any = published.opener()()
-    try:
+    with published(tmp_path, row_dtype=row_dtype) as (source, predictor):
         scores, epoch = predictor.predict(request)
         assert np.abs(scores - scores_of(model, request)).max() < tolerance
         assert predictor.rows_read()["local"] == request.ids.size
         other = write_run(tmp_path, 2)
-        assert published.publish() == predictor.epoch == epoch + 1
+        assert source.publish() == predictor.epoch == epoch + 1
         scores, after = predictor.predict(request)
         assert after == epoch + 1
         assert np.abs(scores - scores_of(other, request)).max() < tolerance
-        assert published.memory_bytes()["tables"] > 0
-    finally:
-        predictor.close()
-        published.close()
+        assert source.memory_bytes()["tables"] > 0
 
 
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
@@ -91,24 +100,17 @@ def test_candidates_score_as_full_rows_and_user_features_are_computed_once(tmp_p
                                                                            row_dtype: str | None
                                                                            ) -> None:
     write_run(tmp_path, 1)
-    published = load_model(tmp_path, row_dtype=row_dtype)
-    predictor: Any = published.opener()()
-    try:
-        full = request_of(0, 30)
-        lengths = full.lengths.copy()
-        lengths[1:, 1:] = 0
-        parts = np.split(full.ids, np.cumsum(full.lengths.sum(axis=1))[:-1])
-        request = Request(full.dense, lengths, np.concatenate(
-            [part[:n] for part, n in zip(parts, lengths.sum(axis=1), strict=True)]), (1, 2))
+    with published(tmp_path, row_dtype=row_dtype) as (source, predictor):
+        request = with_user(request_of(0, 30), (1, 2))
         batch = join([request, request])
         assert predictor.shares_bags and batch.shared == (1, 2)
         epochs = set()
         for seed in (1, 2, 3):  # other weights in the other buffer, then in place
             if seed == 2:
                 write_run(tmp_path, seed)
-                published.publish()
+                source.publish()
             elif seed == 3:
-                published.publish(Change(0, 1, 0.0, {}, {
+                source.publish(Change(0, 1, 0.0, {}, {
                     name: value for name, value in write_run(tmp_path, seed).state_dict().items()
                     if "embedding_bags" not in name}))
             scores, read = [], [predictor.rows_read()["local"]]
@@ -121,9 +123,6 @@ def test_candidates_score_as_full_rows_and_user_features_are_computed_once(tmp_p
             assert np.abs(scores[0] - scores[1]).max() < 1e-5 and scores[0].std() > 1e-2
             assert np.diff(read).tolist() == [batch.ids.size, batch.expanded().ids.size]
         assert epochs == {1, 2, 4}
-    finally:
-        predictor.close()
-        published.close()
 
 
 def test_the_command_publishes_changed_weights(tmp_path: Path) -> None:
@@ -203,14 +202,6 @@ def test_a_folder_without_configuration_is_one_error(tmp_path: Path,
         capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "a.file"])
-def test_a_path_that_is_not_a_folder_is_reported(name: str, tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.file").touch()
-    assert cli.main(["serve", str(tmp_path / name)]) == 1
-    assert "a folder that oper train wrote" in capsys.readouterr().err
-
-
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_model(tmp_path / "nowhere")
@@ -227,21 +218,16 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_damaged_weights_are_refused_and_the_old_ones_stay_in_service(tmp_path: Path) -> None:
     """Bits are flipped inside a table, which torch.load does not detect."""
     write_run(tmp_path, 1)
-    published = load_model(tmp_path)
-    predictor: Any = published.opener()()
     request = request_of(0, 30)
-    try:
+    with published(tmp_path) as (source, predictor):
         before, epoch = predictor.predict(request)
         rows = write_run(tmp_path, 2).sparse_arch.embedding_bag_collection.state_dict()
         table = next(iter(rows.values())).numpy().tobytes()
         damage_record(tmp_path / STATE, table)
         with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
-            published.publish()
+            source.publish()
         after, same = predictor.predict(request)
         assert same == epoch and np.array_equal(before, after)
-    finally:
-        predictor.close()
-        published.close()
     with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
         load_model(tmp_path)
 
@@ -363,29 +349,33 @@ def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.Mon
     assert left == before and not server.worker_pids
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ("os:getcwd", "what os:getcwd returns: model='str', expected a PublishedModel"),
-    ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "not a function"),
-    ("os:", "MODULE:FUNCTION"), (":make", "MODULE:FUNCTION"), ("..a:make", "MODULE:FUNCTION")])
-def test_models_that_cannot_be_served_are_one_error(model: str, words: str, tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+SUMS = "tests.serve_support:Sums"
+
+
+@pytest.mark.parametrize(("words", "code", "error"), [
+    (["os:getcwd"], 1, "what os:getcwd returns: model='str', expected a PublishedModel"),
+    (["builtins:dict"], 1, "it lacks epoch, predict, rows_read"), (["os:sep"], 1, "not a function"),
+    *(([model], 1, "MODULE:FUNCTION") for model in ("os:", ":make", "..a:make")),
+    *(([path], 1, "a folder that oper train wrote") for path in ("nowhere", "a.file")),
+    *(([SUMS, *flags], 2, f"options=['{flags[0]}']") for flags in (
+        ["--row-dtype", "int8"], ["--error-budget", "1e-3"], ["--stats", "counts"],
+        ["--keep-spare"], ["--name", "other"])),
+    ([SUMS, "--follow", "."], 1, "cannot follow a training run"),
+    ([SUMS, "--trace-s", "5"], 2, "no value without --trace; add")])
+def test_what_cannot_be_served_is_one_error(
+        words: list[str], code: int, error: str, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One error instead of a traceback of every worker, and no worker is started."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", model, "--port", "0", "--workers", "1"]) == 1
+    (tmp_path / "a.file").touch()
+    assert cli.main(["serve", *words, "--port", "0", "--workers", "1"]) == code
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and words in err
+    assert out == "" and err.count("\n") == 1 and error in err
+
+
+def test_a_predictor_needs_a_signature() -> None:
     with pytest.raises(InvalidInputError, match=r"oper\.serve\.Signature"):
         Server(type("Nameless", (), {"epoch": 1, "predict": 0, "rows_read": 0, "signature": 1})())
-
-
-@pytest.mark.parametrize("flags", [
-    ["--row-dtype", "int8"], ["--error-budget", "1e-3"], ["--stats", "counts"], ["--keep-spare"],
-    ["--name", "other"]])
-def test_options_of_folders_are_refused_for_functions(
-        flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", *flags]) == 2
-    assert f"options=['{flags[0]}']" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
@@ -394,16 +384,6 @@ def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(120) == 1
-
-
-def test_runs_that_cannot_be_followed_are_one_error(tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", "--follow",
-                     str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "cannot follow a training run" in err
 
 
 class Unloadable(Sums):
@@ -446,8 +426,15 @@ def test_the_second_of_two_servers_on_a_port_reports_the_error() -> None:
     assert "cannot listen" in str(errors[0])
 
 
-@pytest.mark.parametrize("fields", [{"workers": 0}, {"port": 70_000}, {"port": -1},
-                                    {"max_bytes": 0}, {"drain_s": -1.0}])
-def test_bad_options_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=next(iter(fields))):
-        ServeOptions(**fields)
+@pytest.mark.parametrize(("kind", "name", "value", "words"), [
+    (ServeOptions, "workers", 0, "workers"), (ServeOptions, "port", 70_000, "port"),
+    (ServeOptions, "port", -1, "port"), (ServeOptions, "max_bytes", 0, "max_bytes"),
+    (ServeOptions, "drain_s", -1.0, "drain_s"),
+    (ServeOptions, "trace_s", 5.0, r"trace_s=.*, expected None without trace"),
+    *((functools.partial(ServeOptions, trace="t.json"), "trace_s", x, "above 0, at most 600")
+      for x in (0.0, -1.0, 601.0, math.nan)),
+    (BatchOptions, "max_samples", 0, "max_samples"), (BatchOptions, "max_queued", 0, "max_queued"),
+    *((BatchOptions, "max_wait_ms", x, "max_wait_ms") for x in (-1, math.nan))])
+def test_bad_options_are_refused(kind: Any, name: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        kind(**{name: value})

@@ -1,6 +1,5 @@
 """Requests: validation, joining, encoding and batching."""
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -14,7 +13,10 @@ from oper.errors import InvalidInputError, OperError
 from oper.serve import Request, wire
 from oper.serve.batching import Batcher, BatchOptions, PendingRequest
 from oper.serve.requests import ServerError, join, reorder
-from tests.serve_support import SIGNATURE, Sums, expected, random_request
+from tests.serve_support import SIGNATURE, Sums, as_json, expected, random_request, with_user
+
+ONE = Request(np.array([[0.5, 1]], np.float32), np.array([[1], [0], [2]], np.int32),
+              np.array([99, 0, 6]))
 
 
 def same(a: Request, b: Request) -> bool:
@@ -42,15 +44,6 @@ def test_scores_are_returned() -> None:
     found, epoch = wire.decode_scores(*wire.encode_scores(scores, 3, "m"))
     assert epoch == 3
     assert np.array_equal(found, scores)
-
-
-def with_user(request: Request, shared: tuple[int, ...]) -> Request:
-    """Return the request with the first sample's bags of these features shared by all samples."""
-    lengths = request.lengths.copy()
-    lengths[list(shared), 1:] = 0
-    parts = np.split(request.ids, np.cumsum(request.lengths.sum(axis=1))[:-1])
-    return Request(request.dense, lengths, np.concatenate(
-        [part[:lengths[k].sum()] for k, part in enumerate(parts)]), shared)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -108,18 +101,9 @@ def test_features_may_come_in_any_order_and_be_left_out() -> None:
     assert np.array_equal(ids, np.concatenate([per_feature[0], per_feature[2]]))
 
 
-def as_json(**changes: object) -> bytes:
-    """Return a request of one sample with its tensors in the JSON header."""
-    tensors = {"dense": ("FP32", [1, 2], [[0.5, 1]]), "lengths": ("INT32", [3, 1], [1, 0, 2]),
-               "ids": ("INT64", [3], [99, 0, 6])}
-    return json.dumps({"inputs": [
-        {"name": name, "datatype": kind, "shape": shape, "data": changes.get(name, data)}
-        for name, (kind, shape, data) in tensors.items()]}).encode()
-
-
 def test_tensors_may_come_as_json() -> None:
-    request = wire.decode_request(as_json(), None, SIGNATURE)
-    assert expected(request).tolist() == [1500 + 99 + 18]
+    request = wire.decode_request(as_json(ONE), None, SIGNATURE)
+    assert same(request, ONE)
 
 
 def changed(**fields: Any) -> Request:
@@ -199,7 +183,7 @@ def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: ob
                                                              ) -> None:
     """Errors avoid NumPy's and Python's terms; no number is truncated, wrapped or parsed."""
     with pytest.raises(InvalidInputError, match=words) as caught:
-        wire.decode_request(as_json(**{name: data}), None, SIGNATURE)
+        wire.decode_request(as_json(ONE, **{name: data}), None, SIGNATURE)
     assert not re.search(r"str\d|int64|float\d|Error|array|ndarray|truth", str(caught.value))
 
 
@@ -389,13 +373,6 @@ def test_scores_that_are_not_finite_fail_only_their_request() -> None:
     batcher.turn()
     assert "scores of epoch 1='inf or nan'" in str(pending[1].error)
     assert pending[0].result is not None and pending[2].result is not None
-
-
-@pytest.mark.parametrize("fields", [{"max_samples": 0}, {"max_wait_ms": -1},
-                                    {"max_wait_ms": float("nan")}, {"max_queued": 0}])
-def test_bad_options_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=next(iter(fields))):
-        BatchOptions(**fields)
 
 
 def test_signature_needs_different_names_and_rows() -> None:

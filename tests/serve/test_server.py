@@ -23,7 +23,16 @@ import pytest
 from oper.errors import DeadlineError, InvalidInputError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError
-from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
+from tests.serve_support import (
+    SIGNATURE,
+    Sums,
+    as_json,
+    expected,
+    post,
+    random_request,
+    scoring,
+    value_of,
+)
 from tests.support import wait_for
 
 SLOW_S = 0.03
@@ -35,12 +44,6 @@ def server() -> Iterator[Server]:
                            batching=BatchOptions(max_samples=64, max_queued=5_000))
     with Server(Sums(), options) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    with Client(server.address, timeout_s=30) as client:
-        yield client
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -138,11 +141,7 @@ def test_requests_are_sent_immediately_and_their_workers_are_remembered(
 
 def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
     request = random_request(np.random.default_rng(4), 3)
-    body = json.dumps({"inputs": [
-        {"name": name, "datatype": kind, "shape": list(value.shape), "data": value.tolist()}
-        for name, kind, value in (("dense", "FP32", request.dense), ("ids", "INT64", request.ids),
-                                  ("lengths", "INT32", request.lengths))]}).encode()
-    status, answer = post(server, body)
+    status, answer = post(server, as_json(request))
     output, = answer["outputs"]
     assert (status, answer["parameters"], answer["model_name"]) == (200, {"epoch": 1}, "sums")
     assert (output["name"], output["shape"], output["data"]) == (
@@ -153,25 +152,13 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
 
 def test_bad_requests_do_not_affect_others(server: Server, client: Client) -> None:
     """Valid requests are sent throughout and could be in the same batches as invalid ones."""
-    stop, wrong = threading.Event(), []
-
-    def good(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not stop.is_set():
-            request = random_request(rng, 3)
-            if not np.array_equal(client.score_request(request)[0], expected(request)):
-                wrong.append(request)
-
-    threads = [threading.Thread(target=good, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    try:
-        body, length = wire.encode_request(random_request(np.random.default_rng(0), 2))
-        binary = {wire.HEADER_LENGTH: str(length)}
-        out_of_range = random_request(np.random.default_rng(1), 2, uniform=True)
-        out_of_range.ids[-1] = 7
-        failing = random_request(np.random.default_rng(2), 2)
-        failing.dense[0, 0] = 13
+    body, length = wire.encode_request(random_request(np.random.default_rng(0), 2))
+    binary = {wire.HEADER_LENGTH: str(length)}
+    out_of_range = random_request(np.random.default_rng(1), 2, uniform=True)
+    out_of_range.ids[-1] = 7
+    failing = random_request(np.random.default_rng(2), 2)
+    failing.dense[0, 0] = 13
+    with scoring(client):
         for status, words, answer in [
             (400, "id of feature 'c'=7", post(server, *_message(out_of_range))),
             (400, "size of the message", post(server, body[:-1], binary)),
@@ -187,11 +174,6 @@ def test_bad_requests_do_not_affect_others(server: Server, client: Client) -> No
         ]:
             assert answer[0] == status
             assert words in answer[1]["error"]
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
     assert client.counts.retries == 0
 
 
@@ -262,10 +244,7 @@ def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
 
 def test_connections_that_arrive_during_a_batch_share_the_next_one() -> None:
     """Accepted one per batch, 24 connections would take 24 batches."""
-    body = json.dumps({"inputs": [
-        {"name": "dense", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]},
-        {"name": "lengths", "datatype": "INT32", "shape": [3, 1], "data": [0, 0, 0]},
-        {"name": "ids", "datatype": "INT64", "shape": [0], "data": []}]}).encode()
+    body = as_json(random_request(np.random.default_rng(0), 1))
     with (Server(Sums(0.2), ServeOptions(port=0, workers=1)) as server,
           ThreadPoolExecutor(24) as pool, Client(server.address) as client):
         answers = list(pool.map(lambda _: post(server, body)[0], range(24)))
@@ -278,16 +257,6 @@ def test_connections_that_arrive_during_a_batch_share_the_next_one() -> None:
 
 def test_a_dead_worker_is_replaced_and_clients_retry(
         server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, wrong, done = threading.Event(), [], [0] * 6
-
-    def work(k: int) -> None:
-        rng = np.random.default_rng(k)
-        while not stop.is_set():
-            request = random_request(rng, 4)
-            if not np.array_equal(client.score_request(request)[0], expected(request)):
-                wrong.append(k)
-            done[k] += 1
-
     start, failures = server._start_worker, [OSError("no more file descriptors")]
 
     def fail_first(place: int) -> None:
@@ -296,11 +265,8 @@ def test_a_dead_worker_is_replaced_and_clients_retry(
         start(place)
 
     monkeypatch.setattr(server, "_start_worker", fail_first)
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
     first = server.worker_pids[0]
-    try:
+    with scoring(client) as done:
         wait_for(lambda: sum(done) > 50)
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: server.counts["worker_restarts"] == 1)
@@ -311,11 +277,6 @@ def test_a_dead_worker_is_replaced_and_clients_retry(
         # Connections do not stay where they had to go: the new worker gets its share.
         wait_for(lambda: server._shared.workers()["connections"].min() >= 2)
         assert client.counts.retries == retries
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
     assert not failures
     assert first not in server.worker_pids
     assert 1 <= client.counts.retries <= 12  # connections of the dead worker
@@ -400,17 +361,12 @@ def test_the_client_refuses_other_servers_and_invalid_ids(server: Server, client
             thread.join()
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:x", ":80", "host:65536",
-                                     "https://host:80"])
-def test_bad_addresses_are_refused(address: str) -> None:
-    with pytest.raises(InvalidInputError, match="address"):
-        Client(address)
-
-
-@pytest.mark.parametrize("timeout_s", [-1, math.inf, math.nan, "1"])
-def test_bad_timeouts_are_refused(timeout_s: Any) -> None:
-    with pytest.raises(InvalidInputError, match="timeout_s"):
-        Client("host:80", timeout_s)
+@pytest.mark.parametrize(("name", "value"), [
+    *(("address", x) for x in ("", "host", "host:x", ":80", "host:65536", "https://host:80")),
+    *(("timeout_s", x) for x in (-1, math.inf, math.nan, "1"))])
+def test_bad_arguments_of_clients_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=name):
+        Client(**{"address": "host:80", name: value})
 
 
 def test_a_model_without_publish_raises_an_error(server: Server) -> None:
