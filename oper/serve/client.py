@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -155,21 +155,22 @@ class Client:
             lengths[k, :size] = counts
         request = Request(dense, lengths, np.concatenate(ids),
                           tuple(range(len(features), len(names))))
-        return self.infer(*wire.encode_request(request, names))[0]
+        return self.score_request(request, names)[0]
 
-    def score_request(self, request: Request) -> tuple[np.ndarray, int]:
-        """Score a request with the model's features in order.
+    def score_request(self, request: Request, features: Sequence[str] | None = None
+                      ) -> tuple[np.ndarray, int]:
+        """Score a request.
+
+        Args:
+            request: the samples.
+            features: the features of its bags; None = the model's, in order.
 
         Returns:
             Scores, float32 [B], and the epoch of the weights.
         """
-        return self.infer(*wire.encode_request(request))
-
-    def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """Send a request that `oper.serve.wire.encode_request` encoded; see `score_request`."""
-        headers = {wire.HEADER_LENGTH: str(header_length),
-                   "content-type": "application/octet-stream"}
-        answer, data = self._call("POST", f"{self._model_path}/infer", body, headers)
+        body, header_length = wire.encode_request(request, features)
+        answer, data = self._call("POST", f"{self._model_path}/infer", body, {
+            wire.HEADER_LENGTH: str(header_length), "content-type": "application/octet-stream"})
         length = answer.headers.get(wire.HEADER_LENGTH)
         with self._lock:
             self.counts.requests += 1

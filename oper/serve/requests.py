@@ -171,13 +171,12 @@ def places(features: Sequence[str], signature: Signature) -> list[int]:
     return [known[name] for name in features]
 
 
-def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signature: Signature
+def reorder(to: Sequence[int], lengths: np.ndarray, ids: np.ndarray, num_features: int
             ) -> tuple[np.ndarray, np.ndarray]:
-    """Reorder valid lengths and ids from the order of `features` to that of the signature, whose
-    other features get empty bags."""
-    to = places(features, signature)
-    out = np.zeros((len(signature.features), lengths.shape[1]), np.int32)
-    out[to] = lengths
+    """Make feature k of valid lengths and ids feature ``to[k]`` of `num_features`; the others get
+    empty bags."""
+    out = np.zeros((num_features, lengths.shape[1]), np.int32)
+    out[list(to)] = lengths
     parts = _by_feature(lengths, ids)
     return out, np.concatenate([ids[:0], *(parts[k] for k in np.argsort(to))])
 

@@ -189,15 +189,15 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
             raise bad_request(key, text, "text, names separated by commas")
-    sent = signature if features is None else _selected(features, signature)
+    at, sent = ((), signature) if features is None else _selected(features, signature)
     request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
     request.check(sent)
     if sent.features != signature.features:
-        request = Request(request.dense, *reorder(sent.features, request.lengths, request.ids,
-                                                  signature))
+        request = Request(request.dense, *reorder(at, request.lengths, request.ids,
+                                                  len(signature.features)))
     if not users:
         return request
-    shared = _places(users, signature)
+    shared = tuple(sorted(_selected(users, signature)[0]))
     if request.lengths[list(shared), 1:].any():
         raise bad_request("lengths of user_features", "more than one bag",
                           "one, that of the first sample")
@@ -206,16 +206,12 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
 
 # Cached, since requests repeat the same names.
 @functools.lru_cache(maxsize=64)
-def _places(names: str, signature: Signature) -> tuple[int, ...]:
-    return tuple(sorted(places(names.split(","), signature)))
-
-
-@functools.lru_cache(maxsize=64)
-def _selected(names: str, signature: Signature) -> Signature:
-    """Return a signature with these features only, in their order."""
+def _selected(names: str, signature: Signature) -> tuple[tuple[int, ...], Signature]:
+    """Return the indices of these features, and a signature with them only, in their order."""
     features = tuple(names.split(",")) if names else ()
-    return replace(signature, features=features, num_rows=tuple(
-        signature.num_rows[k] for k in places(features, signature)))
+    at = tuple(places(features, signature))
+    return at, replace(signature, features=features,
+                       num_rows=tuple(signature.num_rows[k] for k in at))
 
 
 def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True

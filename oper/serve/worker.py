@@ -124,11 +124,12 @@ class _Worker:
         self._level()
         if ticks % _REPORT_TICKS == 0:
             self.report()
-        for connection in list(self._connections):
-            if self._drains and connection.is_idle:
-                connection.close()
-            elif ticks % _EXPIRE_TICKS == 0:
+        if ticks % _EXPIRE_TICKS == 0:
+            for connection in list(self._connections):
                 connection.expire(time.monotonic())
+        if self._drains:
+            for connection in [c for c in self._connections if c.is_idle]:
+                connection.close()
 
     def report(self) -> None:
         """Update the gauges and the counts of rows and keys read."""
@@ -163,6 +164,8 @@ class _Worker:
     # ---- connections -----------------------------------------------------------------------------
 
     def _arrive(self, _: int) -> None:
+        if self._drains:
+            return
         self._selector.unregister(self._listener)
         self._waiting_since = time.monotonic()
         self._accept()

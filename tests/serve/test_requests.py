@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from oper.errors import InvalidInputError, OperError
 from oper.serve import Request, wire
 from oper.serve.batching import Batcher, BatchOptions, PendingRequest
-from oper.serve.requests import ServerError, join, reorder
+from oper.serve.requests import ServerError, join, places, reorder
 from tests.serve_support import SIGNATURE, Sums, as_json, expected, random_request, with_user
 
 ONE = Request(np.array([[0.5, 1]], np.float32), np.array([[1], [0], [2]], np.int32),
@@ -94,8 +94,8 @@ def test_a_users_features_are_checked() -> None:
 def test_features_may_come_in_any_order_and_be_left_out() -> None:
     whole = random_request(np.random.default_rng(0), 4)
     per_feature = np.split(whole.ids, np.cumsum(whole.lengths.sum(axis=1))[:-1])
-    lengths, ids = reorder(["c", "a"], whole.lengths[[2, 0]],
-                           np.concatenate([per_feature[2], per_feature[0]]), SIGNATURE)
+    lengths, ids = reorder(places(["c", "a"], SIGNATURE), whole.lengths[[2, 0]],
+                           np.concatenate([per_feature[2], per_feature[0]]), 3)
     assert np.array_equal(lengths, np.stack([whole.lengths[0], 0 * whole.lengths[1],
                                              whole.lengths[2]]))
     assert np.array_equal(ids, np.concatenate([per_feature[0], per_feature[2]]))
@@ -357,6 +357,18 @@ def test_a_model_with_too_few_scores_is_noticed() -> None:
     pending, = submit(batcher, many(1))
     batcher.turn()
     assert isinstance(pending.error, OperError) and "one per sample" in str(pending.error)
+
+
+def test_a_model_that_is_a_client_of_another_server_fails_like_any_other() -> None:
+    class Asking(Sums):
+        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+            raise ServerError(503, "the other server is overloaded")
+
+    batcher = Batcher(Asking(), BatchOptions())
+    pending, = submit(batcher, many(1))
+    batcher.turn()
+    assert str(pending.error) == "the other server is overloaded"
+    assert not isinstance(pending.error, ServerError)
 
 
 def test_scores_that_are_not_finite_fail_only_their_request() -> None:
