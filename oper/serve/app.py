@@ -22,9 +22,8 @@ from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, ServerError
 
 log = logging.getLogger("oper.serve")
-TIMEOUT = b"oper-timeout-ms"  # header with the time that the client will wait
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
-_HEADER_LENGTH = wire.HEADER_LENGTH.encode()
+_HEADER_LENGTH, _TIMEOUT = wire.HEADER_LENGTH.encode(), wire.TIMEOUT.encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -85,8 +84,7 @@ class App:
         self._pages: dict[str, Callable[[], bytes]] = {
             **dict.fromkeys(("/v2/health/live", "/v2/health/ready", f"{model}/ready"), bytes),
             "/v2": self._about, model: self._metadata, "/metrics": shared.page}
-        # A header that tells clients which of their connections share a worker.
-        self._worker = b"oper-worker", str(os.getpid()).encode()
+        self._worker = wire.WORKER.encode(), str(os.getpid()).encode()
 
     def handle(self, exchange: Exchange) -> None:
         """Answer a request immediately or, if it is to be scored, when its batch is done."""
@@ -165,7 +163,7 @@ class App:
                               f"<= {self.options.max_bytes}", "send fewer samples at a time")
         begin = time.monotonic()
         length = _number(exchange.headers, _HEADER_LENGTH, int)
-        timeout = _number(exchange.headers, TIMEOUT, float)
+        timeout = _number(exchange.headers, _TIMEOUT, float)
         request = wire.decode_request(exchange.body, length, self._signature)
         exchange.body = b""
         if not request.num_samples:

@@ -30,7 +30,6 @@ _SEND_BYTES = 1 << 20  # send buffer, large enough to send most requests without
 _MAX_LOST = 3  # connections that one request may lose; beyond, the request may be the cause
 # Below the largest timeout of a socket.
 _TIMEOUT_S = Rule(lambda x: 0 <= x <= 1e9, "a number of seconds from 0 to 1000000000")
-TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
 class _Connection(http.client.HTTPConnection):
@@ -267,10 +266,10 @@ class Client:
         connection, keep = self._take(), False
         try:
             answer = connection.ask(method, path, body, {
-                "host": self._address, TIMEOUT: f"{left * 1e3:.0f}", **headers}, left)
+                "host": self._address, wire.TIMEOUT: f"{left * 1e3:.0f}", **headers}, left)
             answer.begin()
             data = answer.read()
-            connection.worker = answer.headers.get(WORKER, connection.worker)
+            connection.worker = answer.headers.get(wire.WORKER, connection.worker)
             keep = not answer.will_close
         finally:
             with self._lock:

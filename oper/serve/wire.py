@@ -28,7 +28,10 @@ import numpy as np
 from oper.errors import OperError
 from oper.serve.requests import Request, Signature, bad_request, places, reorder
 
-HEADER_LENGTH = "inference-header-content-length"
+# Headers: the length of the JSON header in bytes, how long the client will wait for the answer, and
+# the process id of the connection's worker.
+HEADER_LENGTH, TIMEOUT, WORKER = (
+    "inference-header-content-length", "oper-timeout-ms", "oper-worker")
 DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
