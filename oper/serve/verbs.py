@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -87,9 +87,13 @@ def run_serve(args: argparse.Namespace) -> int:
             BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
             drain_s=args.drain_s, spin_us=args.spin_us, trace=args.trace, trace_s=args.trace_s)
         with contextlib.ExitStack() as stack:
-            folder, run = args.model, None
+            folder, run = args.follow or args.model, None
             if args.follow:
-                folder = stack.enter_context(_local_folder(args.follow))
+                from oper.data.reading.store import is_url
+                from oper.train.mirror import RunMirror
+
+                if is_url(args.follow):
+                    folder = str(stack.enter_context(RunMirror(args.follow)).folder)
             if args.watch or args.follow:
                 from oper.train.trained import find_weights
 
@@ -109,20 +113,6 @@ def run_serve(args: argparse.Namespace) -> int:
             server.serve_until_signalled(
                 None if run is None else lambda: server.follow(run), signals)
     return 0
-
-
-@contextlib.contextmanager
-def _local_folder(place: str) -> Iterator[str]:
-    """Yield `place`, the folder of a run, or a local copy of it if it is a URL."""
-    from oper.data.reading.store import is_url
-
-    if not is_url(place):
-        yield place
-        return
-    from oper.train.mirror import RunMirror
-
-    with RunMirror(place) as mirror:
-        yield str(mirror.folder)
 
 
 def _read_from(model: Any, folder: str) -> None:
