@@ -77,14 +77,15 @@ class Batcher:
         self._waiting.append(pending)
         self.queued += size
 
-    def due_s(self) -> float | None:
-        """Return the seconds until the next batch is due, <= 0 if now; None if nothing is queued.
+    def due_s(self) -> float:
+        """Return the seconds until the next batch is due, <= 0 if now; infinite if nothing is
+        queued.
 
         A batch is due when it is full, `BatchOptions.max_wait_ms` after its oldest request has
         arrived, or earlier if this request is expected to miss its deadline otherwise.
         """
         if not self._waiting:
-            return None
+            return float("inf")
         o, oldest = self.options, self._waiting[0]
         if not o.max_wait_ms or self.queued >= o.max_samples:
             return 0.0

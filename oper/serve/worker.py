@@ -101,9 +101,9 @@ class _Worker:
         self._control.send(READY)
         ticks, next_tick, batcher = 0, 0.0, self._app.batcher
         while time.monotonic() < self._ends_at and (self._connections or not self._drains):
-            now, due_s = time.monotonic(), batcher.due_s()
+            now = time.monotonic()
             wait_s = 0.0 if now < self._spins_until else min(
-                next_tick - now, self._accepts_at - now, float("inf") if due_s is None else due_s)
+                next_tick - now, self._accepts_at - now, batcher.due_s())
             for key, events in self._selector.select(max(0.0, wait_s)):
                 key.data(events)
             now = time.monotonic()
@@ -114,8 +114,7 @@ class _Worker:
             if now >= next_tick:
                 ticks, next_tick = ticks + 1, now + _TICK_S
                 self._tick(ticks)
-            due_s = batcher.due_s()
-            if due_s is not None and due_s <= 0:
+            if batcher.due_s() <= 0:
                 batcher.turn()
                 self._spins_until = time.monotonic() + self._options.spin_us / 1e6
 

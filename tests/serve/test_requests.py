@@ -1,5 +1,6 @@
 """Requests: validation, joining, encoding and batching."""
 
+import math
 import re
 import time
 from dataclasses import replace
@@ -239,7 +240,7 @@ def finish(batcher: Batcher) -> None:
 
 def test_waiting_requests_are_scored_together_and_exactly(parts: tuple[Noting, Batcher]) -> None:
     model, batcher = parts
-    assert batcher.due_s() is None
+    assert batcher.due_s() == math.inf
     requests = many(6)
     done: list[PendingRequest] = []
     for request in requests:
@@ -340,12 +341,12 @@ def test_copies_for_a_small_request_cannot_take_all_memory(shares: bool) -> None
 def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
     batcher = Batcher(Noting(), BatchOptions(max_samples=6, max_wait_ms=20_000))
     submit(batcher, many(1))
-    assert 19 < (batcher.due_s() or 0) <= 20
+    assert 19 < batcher.due_s() <= 20
     submit(batcher, many(1))  # fills the batch: no need to wait longer
     assert batcher.due_s() == 0
     finish(batcher)
     submit(batcher, many(1), deadline=time.monotonic() + 5)
-    assert 4 < (batcher.due_s() or 0) <= 5
+    assert 4 < batcher.due_s() <= 5
 
 
 def test_a_model_with_too_few_scores_is_noticed() -> None:
