@@ -119,7 +119,9 @@ class Assembly:
 
     def _check_weights(self, columns: Mapping[str, Column]) -> None:
         for name, own in self.weights.items():
-            if name in self.bags and not np.array_equal(columns[own].ends, columns[name].ends):
+            ends, own_ends = columns[name].ends, columns[own].ends
+            if name in self.bags and (ends is None or own_ends is None
+                                      or not np.array_equal(own_ends, ends)):
                 raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
                                       f"bag lengths of {own!r}", "different",
                                       f"those of {name!r}, one weight per id",
