@@ -34,8 +34,10 @@ def summing_piece(positions: np.ndarray, num_pieces: int) -> np.ndarray:
     Returns:
         int64 [n], indices of pieces.
     """
-    mixed = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return ((mixed >> np.uint64(32)) % np.uint64(num_pieces)).astype(np.int64)
+    mix, half = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+    mixed = positions.astype(np.uint64) * mix
+    mixed = (mixed ^ (mixed >> half)) * mix
+    return ((mixed >> half) % np.uint64(num_pieces)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

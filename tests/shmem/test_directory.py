@@ -9,7 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.rows.directory import TableDirectory
+from oper.rows.directory import TableDirectory, summing_piece
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -212,3 +212,17 @@ def test_kernels_and_numpy_agree_on_the_place_of_every_row(case: tuple[TablePlan
         assert_bitwise(result["found"], want, "rows before the update")
         assert_bitwise(result["after"], after, "rows after the update")
         assert_bitwise(result["read"][ids], after, "rows read in logical order")
+
+
+@pytest.mark.parametrize("pieces", range(2, 9))
+def test_every_owner_adds_up_its_share_of_the_hottest_rows(pieces: int) -> None:
+    """Owners of every p-th row, as stripes have them: as even as a random choice of pieces."""
+    for period, rows in itertools.product(range(1, 65), (200, 1000, 20_000)):
+        n = rows // period
+        if n < 5 * pieces:
+            continue
+        count = np.zeros((period, pieces))
+        positions = np.arange(n * period)
+        np.add.at(count, (positions % period, summing_piece(positions, pieces)), 1)
+        spread = count.var(axis=1).mean() / (n / pieces * (1 - 1 / pieces))
+        assert spread < 1 + 6 / np.sqrt(period * (pieces - 1) / 2), (period, rows, spread)
