@@ -81,11 +81,16 @@ void Exchange::list_squares() {
 
 // Lists the rows of one table whose sums this rank sends, and those that it adds up.
 void Exchange::list_squares_of(const std::vector<int32_t>& pieces) {
+  const bool has_round = messages.round() < context_.tables[pieces.front()].rounds_of_squares();
+  if (has_round && messages.round() > 0) return;  // the same rows as in the first round
   for (int32_t r : messages.remote)
-    for (int32_t p : pieces) pairs_[cell(r, p)].squares = {};
+    for (int32_t p : pieces) {
+      Squares& found = pairs_[cell(r, p)].squares;
+      found.sent.clear(), found.added.clear(), found.row_of.clear();
+    }
   Totals& totals = totals_[pieces.front()];
   totals.rows.clear();
-  if (messages.round() >= context_.tables[pieces.front()].rounds_of_squares()) return;
+  if (!has_round) return;
   const int32_t n = static_cast<int32_t>(pieces.size());
   for (int32_t p : pieces) {
     const Table& table = context_.tables[p];
