@@ -31,7 +31,8 @@ _SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad
 
 def _plan() -> Plan:
     def tiers(rows: int, first: int, mode: str) -> tuple[Tier, ...]:
-        return (Tier(0, 5, "replicated", (0, 1)), Tier(5, rows - 4, "striped", (0, 1), (), mode),
+        return (Tier(0, 5, "replicated", (0, 1)),
+                Tier(5, rows - 4, "striped", (first, 1 - first), (), mode),
                 Tier(rows - 4, rows, "owned", (first,)))
 
     pieces = [(Piece(0, 4, tiers(40, 1, "pull")),), (Piece(0, 8, tiers(30, 0, "push")),),

@@ -23,6 +23,7 @@ from oper.data import Loader, LoaderOptions
 from oper.errors import FileFormatError, OperError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
+from tests.fuzz.exchange import peer
 from tests.fuzz.targets import MEMORY, TARGETS, change, one, place, remove_files, seeds
 
 
@@ -187,3 +188,20 @@ def test_every_word_of_a_peer(value: int) -> None:
         assert len(refused) >= 3
         with pytest.raises(OperError, match="has sent invalid data: rank=1"):
             TARGETS["exchange"](refused[-1])
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_one_sum_of_squares_too_few_or_too_many(change: int) -> None:
+    """Both are possible for the plan, so that only the rows with gradients tell."""
+    good, squares, sequence = peer().recorded, 4, 4  # their phase, the fourth of this step
+    (at,) = (k for k in range(0, len(good) - 1023, 4)
+             if struct.unpack_from("<3I", good, k) == (squares, sequence, 0))
+    counts = struct.unpack_from("<12I", good, at + 32)[::3]
+    end = at + 1024 + 4 * sum(counts)
+    last = at + 32 + 12 * max(t for t, n in enumerate(counts) if n)
+    (n,) = struct.unpack_from("<I", good, last)
+    lie = bytearray(good)
+    lie[end + min(4 * change, 0):end] = b"\0\0\0\0" * max(change, 0)
+    struct.pack_into("<I", lie, last, n + change)
+    with pytest.raises(OperError, match="has sent invalid data: rank=1"):
+        peer().step(bytes(lie))
