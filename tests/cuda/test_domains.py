@@ -11,6 +11,7 @@ import torch
 from oper.errors import InvalidInputError, OperError
 from oper.plan import Plan
 from oper.rows.traffic import KIND, KINDS, Traffic
+from oper.shmem.exchange import device_squares
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
@@ -95,6 +96,38 @@ def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_
 
     victim, _ = rs.run_ranks(2, body, domains=(0, 1))
     assert problem in victim
+
+
+@pytest.mark.parametrize("domains", [(0, 1), (0, 0, 1, 1)])
+def test_a_missing_sum_of_squares_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
+                                             domains: tuple[int, ...]) -> None:
+    """The counts are possible for the plan; only the rows with gradients tell. No rank waits for
+    the rank that refuses."""
+    case, liar = small_case("rowwise_adagrad"), len(domains) - 1
+    plan = rp.rich_plan(case.tables, len(domains), 1, columns=True)
+    (batches,) = rs.make_steps(case, len(domains), 1)
+    found_all = device_squares._list
+
+    def leave_out(exchange: Any, *arguments: Any) -> Any:
+        sent, received, totals = found_all(exchange, *arguments)
+        if exchange.rank == liar:
+            sent = type(sent)(*(x[:-1] for x in sent))
+        return sent, received, totals
+
+    emulation.setattr(device_squares, "_list", leave_out)
+
+    def body(group: ThreadGroup) -> str:
+        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["rowwise_adagrad"])
+        try:
+            tables.lookup(batches[group.rank].lookup(case)).sum().backward()
+        except OperError as error:
+            group.abort()
+            return str(error)
+        return "nothing"
+
+    found = rs.run_ranks(len(domains), body, domains=domains)
+    assert any(f"has sent invalid data: rank={liar}" in x for x in found[:liar]), found
+    assert "nothing" not in found
 
 
 def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:

@@ -234,13 +234,20 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
-@pytest.mark.parametrize("mode, num_forward", [("pull", 3), ("push", 4)])
-def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.MonkeyPatch, mode: str,
-                                                       num_forward: int) -> None:
-    """One wait of the cost model (`phase_us`) is two exchanges: headers, then data."""
-    spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer="sgd")
+@pytest.mark.parametrize("mode, num_pieces, num_forward, num_backward", [
+    ("pull", 1, 3, 2), ("push", 1, 4, 2), ("push", 2, 4, 5)])
+def test_number_of_exchanges_is_that_of_the_cost_model(
+        monkeypatch: pytest.MonkeyPatch, mode: str, num_pieces: int, num_forward: int,
+        num_backward: int) -> None:
+    """One wait of the cost model (`phase_us`) is two exchanges: headers, then data. Sums of squares
+    are headers, sums and totals."""
+    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
+    spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer=chosen.name)
     case = rs.Case((spec,), ("f",))
-    plan = Plan(2, (TablePlan(spec, (Piece(0, 16, (Tier(0, 60, "owned", (1,), mode=mode),)),)),))
+    width = 16 // num_pieces
+    plan = Plan(2, (TablePlan(spec, tuple(
+        Piece(a, a + width, (Tier(0, 60, "owned", ((a + width) // 16,), mode=mode),))
+        for a in range(0, 16, width))),))
     made, exchange = [0, 0], ThreadTransport.exchange
 
     def counted(self: ThreadTransport, *arguments: Any) -> None:
@@ -248,7 +255,7 @@ def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.Monke
         exchange(self, *arguments)
 
     def body(group: ThreadGroup) -> tuple[int, int]:
-        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
+        tables = rs.open_tables(case, plan, group, chosen)
         tables.barrier()
         before = made[group.rank]
         found = tables.lookup(rs.make_batch(case, 3, 5).lookup(case))
@@ -257,11 +264,12 @@ def test_number_of_exchanges_is_that_of_the_cost_model(monkeypatch: pytest.Monke
         return asked - before, made[group.rank] - asked
 
     monkeypatch.setattr(ThreadTransport, "exchange", counted)
-    assert rs.run_ranks(2, body, domains=(0, 1)) == [(num_forward, 2)] * 2
-    found = evaluate(plan, make_problem([spec], None, Topology.of_domains([0, 1]), batch_size=5,
-                                        allow=EVERYTHING))
-    waits = {p.name: p.fixed_us / found.phases[-1].fixed_us for p in found.phases}
+    assert rs.run_ranks(2, body, domains=(0, 1)) == [(num_forward, num_backward)] * 2
+    topology = Topology.of_domains([0, 1])
+    found = evaluate(plan, make_problem([spec], None, topology, batch_size=5, allow=EVERYTHING))
+    waits = {p.name: p.fixed_us / topology.costs.phase_us for p in found.phases}
     assert 2 * (waits["request"] + waits["forward"]) == num_forward
+    assert 2 * waits["update"] == num_backward
 
 
 @pytest.mark.parametrize("bits, error", [
