@@ -79,6 +79,26 @@ class SquaresBetweenPieces {
       for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
   }
 
+  // The same for the owners of the pieces `family` and those of the pieces `others` of a part with
+  // another candidate, which pushes the share `pushed` of the rows; all ranks own the rest alike. All
+  // owners are independent.
+  void add_apart(const std::vector<Piece>& pieces, const std::vector<int>& family, const std::vector<int>& others,
+                 double pushed, double bytes, std::vector<Squares>& out) {
+    const double number = std::max<double>(1, double(others.size())), rest = number * (1 - pushed);
+    for (const int id : others)
+      for (int i = 0; i < pieces[id].owners; ++i) other_.add(p_, pieces[id].rank[i], pushed * share(pieces[id], i));
+    for (const int id : family)
+      for (int i = 0; i < pieces[id].owners; ++i) {
+        const int64_t r = pieces[id].rank[i];
+        const double host = other_.host[p_.host_of[r]], near = other_.domain[p_.domain_of[r]];
+        const double sent = bytes * share(pieces[id], i);
+        out.push_back({r, sent * (host - near + rest * on_host),
+                       sent * (number - rest - host + rest * between_hosts)});
+      }
+    for (const int id : others)
+      for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
+  }
+
   double on_host = 0, between_hosts = 0;  // shares of pairs of ranks: of one host, of two hosts
 
  private:

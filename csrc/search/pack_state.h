@@ -125,7 +125,9 @@ class PackState {
     if (other == table) return;
     family_ = of_table_[other];
     if (!are_one) settle_pieces(other);
-    settle_parts(table, both && !are_one ? messages_between_parts(table) : 0.0);
+    const bool are_two = both && !are_one;
+    settle_parts(table, are_two ? messages_between_parts(table) : 0.0);
+    if (are_two) settle_apart(table, other), settle_apart(other, table);
   }
   void settle_pieces(int64_t k) {  // those in `family_`
     if (family_.size() < 2 || !sends_squares(k)) return;
@@ -143,13 +145,19 @@ class PackState {
     const int64_t table = k % whole_, other = table + whole_;
     return pieces_of_part(table) + (T > whole_ && width_[other] > 0 ? pieces_of_part(other) : 0.0);
   }
+  // The share of a table's updated rows that a part with its candidate pushes.
+  double pushed_of(int64_t k) const {
+    const double all = p_.all_squares[k % whole_];
+    return all > 0 ? p_.squares[p_.first[k] + candidate_[k]] / all : 0.0;
+  }
   // Sums of squares per row between the owners of the table's two parts, if these have different
-  // candidates, in multiples of `OperPacking::all_squares`.
+  // candidates, in multiples of `OperPacking::all_squares`; of those owners that do not push the row.
   double messages_between_parts(int64_t table) const {
     const double all = pieces_of_table(table), first = pieces_of_part(table);
-    return 2 * first * (all - first) * between_pieces_.share_of_pair(all);
+    const double pairs = first * (all - first) * between_pieces_.share_of_pair(all);
+    return pairs * (2 - pushed_of(table) - pushed_of(table + whole_));
   }
-  // The owners of a row in the two parts are independent, and all ranks own equally many rows.
+  // All ranks own equally many of the rows that are not pushed.
   void settle_parts(int64_t table, double messages) {
     const double sent = (messages - between_[table]) * p_.all_squares[table] / double(W);
     if (sent == 0) return;
@@ -158,6 +166,16 @@ class PackState {
     for (int64_t i = 0; i < C * G; ++i)
       every_[i] += sent * (between_pieces_.on_host * p_.square_link[i] +
                           between_pieces_.between_hosts * p_.square_cross[i]);
+  }
+  // What the owners that part `k` pushes to exchange with the owners of part `other`.
+  void settle_apart(int64_t k, int64_t other) {
+    if (!sends_squares(k)) return;
+    std::vector<Squares>& now = squares_[k % whole_];
+    const size_t first = now.size();
+    const double bytes =
+        p_.squares[p_.first[k] + candidate_[k]] * between_pieces_.share_of_pair(pieces_of_table(k));
+    between_pieces_.add_apart(pieces_, of_table_[k], of_table_[other], pushed_of(other), bytes, now);
+    for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
   }
 
   // Bytes of partial sums per column of an owner with this share of the lookups, of candidate n.

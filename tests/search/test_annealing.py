@@ -9,6 +9,7 @@ import pytest
 from oper.bench.plan import workloads as plan_workloads
 from oper.errors import MissingDependencyError
 from oper.plan import Piece, Tier
+from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import PUSH
@@ -17,7 +18,7 @@ from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import ROWS, Problem, make_problem
-from oper.search.rounding.annealing import Annealing, Packed
+from oper.search.rounding.annealing import Annealing, Packed, Part
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.orders import order_ranks
 from oper.search.rounding.placing import Placement, Placer, evaluated, table_tally
@@ -98,15 +99,28 @@ def test_loads_in_the_search_equal_the_cost_model(topology: Topology, allow: fro
                                                   ) -> None:
     """With nonzero costs of hosts, tiers, column pieces and owners' requests to themselves."""
     for seed in range(4):
-        specs, stats = tables_and_stats(10, seed, min_rows=100_000, max_rows=300_000)
-        annealed = _annealing(make_problem(specs, stats, topology, objective="training",
-                                           batch_size=256, allow=allow - {"per_host"}))
-        found = annealed.run(20_000, 0.0, seed)
-        relaxation = annealed.relaxation
-        placed = Placer(relaxation).place(found.parts, found.units)
-        evaluation = evaluated(relaxation, placed)
-        # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
-        assert evaluation.step_us == pytest.approx(found.step_us, rel=0.03)
+        _check_loads(topology, allow, seed)
+
+
+def _check_loads(topology: Topology, allow: frozenset[str], seed: int) -> list[list[Part]]:
+    """Compare the step of a layout; returns the parts of the tables with sums of squares."""
+    specs, stats = tables_and_stats(10, seed, min_rows=100_000, max_rows=300_000)
+    annealed = _annealing(make_problem(specs, stats, topology, objective="training",
+                                       batch_size=256, allow=allow - {"per_host"}))
+    found = annealed.run(20_000, 0.0, seed)
+    relaxation = annealed.relaxation
+    placed = Placer(relaxation).place(found.parts, found.units)
+    evaluation = evaluated(relaxation, placed)
+    # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
+    assert evaluation.step_us == pytest.approx(found.step_us, rel=0.03)
+    return [parts for t, parts in zip(specs, found.parts, strict=True) if t.optimizer in ROW_WISE]
+
+
+def test_sums_of_squares_between_two_candidates_of_a_table() -> None:
+    """The owners that one of them pushes to send more than their even share."""
+    checked = [_check_loads(gpus(9, per_host=3), EVERYTHING, seed) for seed in (4, 7, 10)]
+    assert any(len(parts) == 2 and parts[0].candidate != parts[1].candidate and parts[0].shards
+               for found in checked for parts in found)
 
 
 def test_modelled_step_equals_evaluation() -> None:

@@ -85,8 +85,8 @@ void Exchange::list_squares_of(const std::vector<int32_t>& pieces) {
   if (has_round && messages.round() > 0) return;  // the same rows as in the first round
   for (int32_t r : messages.remote)
     for (int32_t p : pieces) {
-      Squares& found = pairs_[cell(r, p)].squares;
-      found.sent.clear(), found.added.clear(), found.row_of.clear();
+      SquareLists& lists = pairs_[cell(r, p)].squares;
+      lists.sent.clear(), lists.received.clear(), lists.totals.clear();
     }
   Totals& totals = totals_[pieces.front()];
   totals.rows.clear();
