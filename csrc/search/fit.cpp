@@ -2,7 +2,6 @@
 // column piece and class of ranks, so that no rank exceeds the limits of an OperFit; which of the hottest
 // rows no owner can have; and lower bounds of the partial sums that follow from it.
 #include "search/price.h"
-#include "search/sums.h"
 
 #include <algorithm>
 #include <cmath>

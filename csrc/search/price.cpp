@@ -7,7 +7,6 @@
 // of the lookups each, which determines the bytes of partial sums.
 #include "search/price.h"
 #include "search/price_loops.h"
-#include "search/sums.h"
 
 #include <algorithm>
 #include <atomic>
