@@ -161,6 +161,8 @@ class LivenessMonitor:
         return self.failure or found
 
     def give_up(self, verdict: Verdict) -> None:
-        """Notify all peers that this rank no longer takes part, and of its verdict."""
+        """Notify all peers that this rank no longer takes part, and of its verdict; its own next
+        exchange, of any collection, fails too."""
+        self._record(verdict)
         for rank in self._peers:
             self._send(rank, _GAVE_UP, verdict.pack(), 0)
