@@ -196,8 +196,9 @@ class Replay:
             # the optimizer needs the squares of clipped gradients, so clipping is repeated: three.
             squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
-            positions = pieces[0].directory.position_of(touched)
-            owners = np.stack([p.resolve(touched)[1] for p in pieces])
+            if squares:
+                positions = pieces[0].directory.position_of(touched)
+                owners = np.stack([p.resolve(touched)[1] for p in pieces])
             for k, placed in enumerate(pieces):
                 counts = np.zeros((len(KINDS), world, world), np.int64)
                 for reader, batch in enumerate(batches):
