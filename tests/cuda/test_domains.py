@@ -74,6 +74,16 @@ class _Liar:
         return getattr(self._inner, name)
 
 
+def error_of_step(tables: Any, lookup: Any, group: ThreadGroup) -> str:
+    """Train one step; return its error, after the other ranks are released, or "nothing"."""
+    try:
+        tables.lookup(lookup).sum().backward()
+    except OperError as error:
+        group.abort()
+        return str(error)
+    return "nothing"
+
+
 @pytest.mark.parametrize("wrong, problem", [
     (1, "has sent invalid data"), (2, "row number from another memory domain is invalid")])
 def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_device: None,
@@ -87,12 +97,7 @@ def test_invalid_counts_and_slots_are_refused(emulation: pytest.MonkeyPatch, on_
         tables = rs.open_tables(case, plan, group, SGD(lr=0.1))
         if group.rank == 1:
             tables._exchange._transport = _Liar(tables._exchange._transport, wrong)
-        try:
-            tables.lookup(batches[group.rank].lookup(case)).sum().backward()
-        except OperError as error:
-            group.abort()
-            return str(error)
-        return "nothing"
+        return error_of_step(tables, batches[group.rank].lookup(case), group)
 
     victim, _ = rs.run_ranks(2, body, domains=(0, 1))
     assert problem in victim
@@ -118,12 +123,7 @@ def test_a_missing_sum_of_squares_is_refused(emulation: pytest.MonkeyPatch, on_d
 
     def body(group: ThreadGroup) -> str:
         tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["rowwise_adagrad"])
-        try:
-            tables.lookup(batches[group.rank].lookup(case)).sum().backward()
-        except OperError as error:
-            group.abort()
-            return str(error)
-        return "nothing"
+        return error_of_step(tables, batches[group.rank].lookup(case), group)
 
     found = rs.run_ranks(len(domains), body, domains=domains)
     assert any(f"has sent invalid data: rank={liar}" in x for x in found[:liar]), found
