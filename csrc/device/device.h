@@ -322,8 +322,8 @@ struct WireParts {
     kWire,      // address in the message
     kPerEntry,  // numbers of an entry; of kSlots: bits of a slot in the message
     kKind,
-    // Exclusive upper bound of indices; 0 = not checked. For kSlots: that of slots when they are
-    // unpacked, the number of slots when they are packed.
+    // Of kSlots: the exclusive upper bound of slots when they are unpacked, the number of slots when
+    // they are packed.
     kLimit,
     kWidth
   };

@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
     const int64_t* x = row_of<WireParts::kWidth>(parts.parts, parts.num_parts, k);
     const int64_t i = k - x[WireParts::kFirst], per_entry = x[WireParts::kPerEntry];
     const int64_t memory = x[WireParts::kMemory], wire = x[WireParts::kWire];
-    const int64_t limit = x[WireParts::kLimit];
     const auto kind = static_cast<WireParts::Kind>(x[WireParts::kKind]);
     if (kind == WireParts::kSlots) {
+      const int64_t limit = x[WireParts::kLimit];
       uint32_t* slots = reinterpret_cast<uint32_t*>(memory);
       uint32_t* words = reinterpret_cast<uint32_t*>(wire);
       if (packs) {
@@ -84,10 +84,6 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
     const uint32_t* rows = reinterpret_cast<const uint32_t*>(x[WireParts::kRows]);
     const int64_t entry = i / per_entry, row = rows ? static_cast<int64_t>(rows[entry]) : entry;
     const int64_t at = row * per_entry + (i - entry * per_entry);
-    if (rows && limit > 0 && row >= limit) {
-      report(view.error, 8, view.rank, row);
-      continue;
-    }
     switch (kind) {
       case WireParts::kWords:
         move_one<uint32_t>(memory, at, wire, i, packs);
