@@ -332,8 +332,8 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
     // times, since with few turns most of the device would wait for the last groups.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
-    const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);
-    const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
+    const int64_t all_bags = std::max<int64_t>(1, batch.num_bounds - 1);
+    const int64_t mean = std::max<int64_t>(1, batch.num_ids / all_bags);
     args.by_bag = mean < 2;
     with_shape(row_class, [&](auto shape) {
       using S = Halved<decltype(shape)>;
