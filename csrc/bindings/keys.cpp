@@ -100,10 +100,10 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> coun
   int64_t table = -1;
   const auto left = tables->leave(seen, &table);
   if (left == KeyTables::Left::kAll && context) {
-    const auto held = context_of(*context);
-    Context& of = *held;
-    of.beside_update = {[tables, flags = flags_of(*tables, frozen)] { tables->update(flags); },
-                        [tables, &of] { tables->begin_rows(of); }};
+    const auto of = context_of(*context);
+    // The context itself holds these functions, which therefore must not keep it alive.
+    of->beside_update = {[tables, flags = flags_of(*tables, frozen)] { tables->update(flags); },
+                         [tables, &of = *of] { tables->begin_rows(of); }};
   }
   return {static_cast<int64_t>(left), table};
 }
