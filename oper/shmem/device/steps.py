@@ -19,7 +19,7 @@ from oper.shmem.batch import raise_status
 from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
-from oper.shmem.exchange.device_squares import exchange_squares
+from oper.shmem.exchange.device_squares import PieceRows, exchange_squares, list_rows
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import StepArrays
 from oper.shmem.settings import OUTBOX_ENV
@@ -57,6 +57,7 @@ class DeviceSteps:
         self._exchange = exchange
         self.counters: DeviceCounters | None = None
         self._messages: PushMessages | None = None
+        self._squares: list[PieceRows] = []  # of the current step
         self._error: BaseException | None = None
         self._function = _HOOK(self._call)
 
@@ -127,7 +128,9 @@ class DeviceSteps:
         elif point == Point.COLLECTED and counters is not None:
             counters.gradients(StepArrays(self._handle))
         elif point == Point.SQUARES and x is not None:
-            exchange_squares(x, self._tables, StepArrays(self._handle), value)
+            if value == 0:
+                self._squares = list_rows(x, self._tables, StepArrays(self._handle))
+            exchange_squares(x, self._tables, self._squares, value)
         elif point == Point.UPDATED:
             if x is not None:
                 x.send_refreshes()

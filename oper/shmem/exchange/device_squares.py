@@ -8,6 +8,7 @@ csrc/host/exchange/squares.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,46 @@ class _Totals:
         return index
 
 
-def exchange_squares(exchange: DeviceExchange, tables: DeviceRows, step: StepArrays,
+class PieceRows(NamedTuple):
+    """The n rows of one column piece for which any rank has a gradient, at this rank.
+
+    Attributes:
+        table: the name of the table.
+        piece: index of the piece among those of the table.
+        keys: indices of the table's pieces in the order of keys.
+        slots: int64 [n], the rows' slots.
+        owners, owner_slots: int64 [pieces, n], who owns each piece of a row, and its slot there.
+        summing: int64 [n], index of the piece whose owner adds up the row's sums.
+    """
+
+    table: str
+    piece: int
+    keys: np.ndarray
+    slots: np.ndarray
+    owners: np.ndarray
+    owner_slots: np.ndarray
+    summing: np.ndarray
+
+
+def list_rows(exchange: DeviceExchange, tables: DeviceRows, step: StepArrays) -> list[PieceRows]:
+    """Return the rows of this step that exchange sums of squares; all rounds of the exchange have
+    the same."""
+    found = []
+    for name, pieces in tables.pieces.items():
+        if len(pieces) == 1 or tables.rounds_of_squares(name) == 0:
+            continue
+        keys = np.array([exchange.order.index(p) for p in pieces])
+        for j, piece in enumerate(pieces):
+            slots = step.merged_slots(exchange.of_key, int(keys[j]), exchange.rank)
+            positions = tables.directories[piece].positions_at(exchange.rank, slots)
+            places = [tables.directories[p].locate(positions) for p in pieces]
+            owners, owner_slots = (np.stack(x) for x in zip(*places, strict=True))
+            found.append(PieceRows(name, j, keys, slots, owners, owner_slots,
+                                   summing_piece(positions, len(pieces))))
+    return found
+
+
+def exchange_squares(exchange: DeviceExchange, tables: DeviceRows, rows: Sequence[PieceRows],
                      round_number: int) -> None:
     """Replace sums of squares by the rows' totals: at the owners that add them up, and at owners in
     other memory domains than these. Collective; the caller synchronizes the ranks of each domain
@@ -83,11 +123,12 @@ def exchange_squares(exchange: DeviceExchange, tables: DeviceRows, step: StepArr
     Args:
         exchange: the exchange of the tables.
         tables: the tables.
-        step: arrays of the current step.
+        rows: the result of `list_rows` in this step.
         round_number: number of earlier exchanges of squares in this step.
     """
     own = exchange.squares_at(round_number)
-    sent, received, totals = _list(exchange, tables, step, round_number, own)
+    sent, received, totals = _list(
+        exchange, own, [x for x in rows if round_number < tables.rounds_of_squares(x.table)])
     counts, expected = exchange.counts(), exchange.counts()
     np.add.at(counts[..., 0], (sent.rank, sent.table), 1)
     np.add.at(expected[..., 0], (received.rank, received.table), 1)
@@ -109,33 +150,25 @@ def exchange_squares(exchange: DeviceExchange, tables: DeviceRows, step: StepArr
     exchange.copy_numbers(own[sent.table, exchange.rank] + 4 * sent.slot, sent.addresses(arrived))
 
 
-def _list(exchange: DeviceExchange, tables: DeviceRows, step: StepArrays, round_number: int,
-          own: np.ndarray) -> tuple[_Sums, _Sums, _Totals]:
+def _list(exchange: DeviceExchange, own: np.ndarray, rows: Sequence[PieceRows]
+          ) -> tuple[_Sums, _Sums, _Totals]:
     """Return the sums that this rank sends, those that it receives, and the rows that it adds up.
     `own`: see `DeviceExchange.squares_at`."""
     sent: list[tuple[np.ndarray | int, ...]] = []
     received: list[tuple[np.ndarray | int, ...]] = []
     totals = _Totals()
     is_remote = np.isin(np.arange(own.shape[1]), exchange.remote)
-    for name, pieces in tables.pieces.items():
-        if len(pieces) == 1 or round_number >= tables.rounds_of_squares(name):
-            continue
-        keys = [exchange.order.index(p) for p in pieces]
-        for j, (piece, key) in enumerate(zip(pieces, keys, strict=True)):
-            slots = step.merged_slots(exchange.of_key, key, exchange.rank)
-            positions = tables.directories[piece].positions_at(exchange.rank, slots)
-            places = [tables.directories[p].locate(positions) for p in pieces]
-            owners, owner_slots = (np.stack(x) for x in zip(*places, strict=True))
-            summing = summing_piece(positions, len(pieces))
-            summed_by = owners[summing, np.arange(slots.size)]
-            far = is_remote[summed_by]
-            sent.append((summed_by[far], key, slots[far], 0))
-            mine = summing == j
-            owners, owner_slots = owners[:, mine], owner_slots[:, mine]
-            # Terms of remote owners have no valid address until their sums have been received.
-            terms = totals.append(own[key, exchange.rank] + 4 * slots[mine],
-                                  own[np.array(keys)[:, None], owners] + 4 * owner_slots)
-            for other, owner, slot, term in zip(keys, owners, owner_slots, terms, strict=True):
-                far = is_remote[owner]
-                received.append((owner[far], other, slot[far], term[far]))
+    for x in rows:
+        key = int(x.keys[x.piece])
+        summed_by = x.owners[x.summing, np.arange(x.slots.size)]
+        far = is_remote[summed_by]
+        sent.append((summed_by[far], key, x.slots[far], 0))
+        mine = x.summing == x.piece
+        owners, owner_slots = x.owners[:, mine], x.owner_slots[:, mine]
+        # Terms of remote owners have no valid address until their sums have been received.
+        terms = totals.append(own[key, exchange.rank] + 4 * x.slots[mine],
+                              own[x.keys[:, None], owners] + 4 * owner_slots)
+        for other, owner, slot, term in zip(x.keys, owners, owner_slots, terms, strict=True):
+            far = is_remote[owner]
+            received.append((owner[far], other, slot[far], term[far]))
     return _Sums.of(sent), _Sums.of(received), totals
