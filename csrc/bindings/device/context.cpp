@@ -176,28 +176,25 @@ std::tuple<int64_t, int64_t, int64_t> device_context_error(int64_t handle) {
 }
 
 void device_context_forget_error(int64_t handle) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
-  tables->context->forget_error(stream_of(*tables->like));
+  const OnTables tables(handle);
+  tables->context->forget_error(tables.stream());
 }
 
 // Starts or stops to mark changed rows; false if it cannot start, as a graph of steps without marks was
 // captured.
 bool device_context_mark_changes(int64_t handle, bool marks) {
-  const auto tables = tables_of(handle);
+  const OnTables tables(handle);
   if (marks && tables->is_unmarked) return false;
-  const OnDevice on(*tables);
-  tables->context->mark_changes(marks, stream_of(*tables->like));
+  tables->context->mark_changes(marks, tables.stream());
   return true;
 }
 
 // Slots of one of the plan's tables whose rows have changed since the last call, ascending, uint32 [n]
 // stored as int32.
 Tensor device_context_take_changes(int64_t handle, int64_t table) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   auto* const slots =
-      new std::vector<uint32_t>(tables->context->take_changes(table, stream_of(*tables->like)));
+      new std::vector<uint32_t>(tables->context->take_changes(table, tables.stream()));
   return tensor_at(slots->data(), {static_cast<int64_t>(slots->size())}, ScalarType::Int, kHostMemory,
                    [slots](void*) { delete slots; });
 }
@@ -294,9 +291,8 @@ int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type
 }
 
 void device_barrier(int64_t handle) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
-  tables->context->barrier(stream_of(*tables->like));
+  const OnTables tables(handle);
+  tables->context->barrier(tables.stream());
 }
 
 }  // namespace

@@ -109,8 +109,7 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
 // int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   const Messages::List& list = messages_of(*tables).list(is_reply);
   const Tensor message = tables->empty(list.sent, ScalarType::Byte);
   const int64_t begin = reinterpret_cast<int64_t>(message.data_ptr());
@@ -181,8 +180,7 @@ void place_masters(const Tables& tables, const Tensor& places) {
 // gradients of all ranks and tables are contiguous. Returns the new memory (uint8), and writes the
 // addresses to `targets`; 0 for weights that were not sent.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   const Messages& messages = messages_of(*tables);
   const Messages::List& list = messages.last();
   const bool are_gradients = messages.phase() == CollectivePhase::kGradients;
@@ -220,10 +218,8 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
 // terms[first[i + 1] - 1], added in this order, at the address out[i]. `out` [n], `first` [n + 1],
 // `terms`: int64, on the device.
 void device_add_up(int64_t handle, Tensor out, Tensor first, Tensor terms) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
-  add_up({int64_data(out), int64_data(first), int64_data(terms), out.numel()},
-         stream_of(*tables->like));
+  const OnTables tables(handle);
+  add_up({int64_data(out), int64_data(first), int64_data(terms), out.numel()}, tables.stream());
 }
 
 // As context_sent_bytes and context_last_phases of the host back end.

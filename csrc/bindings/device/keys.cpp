@@ -49,11 +49,10 @@ std::vector<int64_t> device_keys_num_bytes(int64_t rank, int64_t world_size, int
 // collection, -1 = none of the dynamic tables.
 int64_t device_keys_open(int64_t tables, std::vector<int64_t> arenas, int64_t seen_bytes,
                          Tensor rules, Tensor numbers, std::vector<int64_t> table_of) {
-  const auto of = tables_of(tables);
-  const OnDevice on(*of);
+  const OnTables of(tables);
   return collections().add(std::make_shared<KeyTables>(
       arenas, of->context->view.rank, seen_bytes, key_rules_of(rules, numbers), table_of,
-      stream_of(*of->like)));
+      of.stream()));
 }
 
 void device_keys_close(int64_t handle) { collections().close(handle); }
@@ -65,14 +64,13 @@ std::tuple<Tensor, Tensor, Tensor, int64_t> device_keys_find(int64_t handle, int
                                                              Tensor ids, Tensor lengths,
                                                              Tensor key_of, int64_t batch_size,
                                                              bool lists) {
-  const auto of = tables_of(tables);
-  const OnDevice on(*of);
+  const OnTables of(tables);
   const int64_t n = ids.numel();
   if (n >= kMostIds || lengths.numel() == 0 ||
       fault_of(of->like->device(), ids, lengths, std::nullopt, key_of, batch_size) != kFit)
     return {*of->like, *of->like, *of->like, kBadBatch};
   const auto keys = collections().share(handle);
-  const cudaStream_t stream = stream_of(*of->like);
+  const cudaStream_t stream = of.stream();
   const Tensor bounds = make_bounds_of(*of, lengths, n, stream);
   const Range range("oper keys");
   const int64_t num_keys = lengths.numel() / batch_size;
@@ -113,9 +111,8 @@ std::vector<T> copied(const T* from, int64_t count, cudaStream_t stream) {
 // By table: its clock, then the numbers of KeyCounter.
 std::vector<int64_t> device_keys_state(int64_t handle, int64_t tables) {
   const auto keys = collections().share(handle);
-  const auto of = tables_of(tables);
-  const OnDevice on(*of);
-  const cudaStream_t stream = stream_of(*of->like);
+  const OnTables of(tables);
+  const cudaStream_t stream = of.stream();
   const int64_t T = keys->view.num_tables;
   const std::vector<uint32_t> clocks = copied(keys->view.clocks, T, stream);
   const std::vector<Counter> counters =
@@ -138,19 +135,17 @@ std::tuple<int64_t, int64_t, int64_t> device_keys_own(int64_t handle, int64_t ta
 
 void device_keys_set_clock(int64_t handle, int64_t tables, int64_t table, int64_t clock) {
   const auto keys = collections().share(handle);
-  const auto of = tables_of(tables);
-  const OnDevice on(*of);
+  const OnTables of(tables);
   copy_to_device(keys->view.clocks + table, std::vector{static_cast<uint32_t>(clock)},
-                 stream_of(*of->like), "cannot set the clock of a directory");
+                 of.stream(), "cannot set the clock of a directory");
 }
 
 // The rows, int64 [n], that the last update of any rank has given to new keys, or -row for a row that a
 // key lost without a successor, by table, ascending in a table; and where each table's begin.
 std::tuple<Tensor, std::vector<int64_t>> device_keys_new(int64_t handle, int64_t tables) {
   const auto keys = collections().share(handle);
-  const auto of = tables_of(tables);
-  const OnDevice on(*of);
-  const cudaStream_t stream = stream_of(*of->like);
+  const OnTables of(tables);
+  const cudaStream_t stream = of.stream();
   const int64_t T = keys->view.num_tables, W = keys->view.world_size;
   std::vector<int64_t> rows, begin{0};
   std::vector<std::vector<uint32_t>> counts;

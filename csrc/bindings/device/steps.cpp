@@ -315,8 +315,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   STD_TORCH_CHECK(!bags && !samples, "internal: tables in device memory do not share bags");
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(ids), nothing(ids), kBadBatch, fault};
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   try {
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
@@ -332,12 +331,11 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t batch_size, bool pooled, bool with_order) {
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(ids), nothing(ids), nothing(ids), kBadBatch, fault};
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   try {
     stop_at_errors(*tables);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
-    const cudaStream_t stream = stream_of(*tables->like);
+    const cudaStream_t stream = tables.stream();
     auto prepared =
         prepare(*tables, x, make_bounds_of(*tables, lengths, ids.numel(), stream), stream, true);
     if (with_order) {
@@ -372,11 +370,10 @@ std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Te
 std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
                                                             Tensor offsets, Tensor weights,
                                                             Tensor key_of, int64_t batch_size) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   const Tensor out = tables->empty(ids.numel(), ScalarType::Float);
   try {
-    const cudaStream_t stream = stream_of(*tables->like);
+    const cudaStream_t stream = tables.stream();
     const std::optional<Tensor> some = weights;
     const Lookup x{ids, some, key_of, batch_size, true};
     const auto prepared = known_or_new(*tables, x, offsets, std::nullopt, stream);
@@ -482,10 +479,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
   STD_TORCH_CHECK(updates % 2 == 1,
                   "internal: tables in device memory do not keep gradients for a later update");
   STD_TORCH_CHECK(grads.size() == 1, "internal: expected one gradient");
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
+  const OnTables tables(handle);
   try {
-    const cudaStream_t stream = stream_of(*tables->like);
+    const cudaStream_t stream = tables.stream();
     // It is only for this pass, even if that ends with an error.
     const std::optional<KeyUpdate> keys = std::exchange(tables->key_update, std::nullopt);
     stop_at_errors(*tables, true);

@@ -207,4 +207,17 @@ class OnDevice {
   int before_ = -1;
 };
 
+// The tables of an operator, whose device is the current one while it runs.
+class OnTables {
+ public:
+  explicit OnTables(int64_t handle) : tables_(tables_of(handle)), on_(*tables_) {}
+  Tables& operator*() const { return *tables_; }
+  Tables* operator->() const { return tables_.get(); }
+  cudaStream_t stream() const { return stream_of(*tables_->like); }
+
+ private:
+  const std::shared_ptr<Tables> tables_;
+  const OnDevice on_;
+};
+
 }  // namespace oper::device
