@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -29,12 +29,11 @@ from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.batch import raise_status
 from oper.shmem.exchange.host import Exchange
-from oper.shmem.group.groups import Group
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_batch import StepArrays, key_ranges
-from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.placement.layout import nearest_replica
+from oper.shmem.protocol import Tables
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 _COUNTS = 3  # per table, Messages::kCounts
@@ -52,15 +51,11 @@ class Phase(enum.IntEnum):
     GATHER, REQUESTS, PARTIALS, GRADIENTS, SQUARES, REFRESHES = range(6)
 
 
-class DeviceRows(Protocol):
+class DeviceRows(Tables, Protocol):
     """The interface of `DeviceTables` that exchanges and counters use."""
 
     arenas: DeviceArenas
-    device: torch.device
-    directories: list[TableDirectory]
     pieces: dict[str, list[int]]
-    group: Group
-    optimizers: Mapping[str, Optimizer] | None
     num_squares: int
     order: list[int]
     streams: Any
