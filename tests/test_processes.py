@@ -1,13 +1,12 @@
 """Calls at the beginning of forked processes."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from oper.support.processes import in_child
-from tests.world_support import fork
+from tests.world_support import child_of
 
 
 class Held:
@@ -31,8 +30,5 @@ def test_a_call_that_fails_in_a_child_does_not_skip_the_others(
     held = [Held(tmp_path / str(k)) for k in range(5)]
     for k, one in enumerate(held):
         in_child(one, Held.fail if k in (1, 3) else Held.create)
-    child = fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert child_of(lambda: None) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"0", "2", "4", "error: cannot create 1"}

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import tempfile
 import time
 import traceback
@@ -117,6 +118,20 @@ def fork() -> int:
     collective."""
     time.sleep(0.2)
     return os.fork()
+
+
+def child_of(body: Callable[[], object]) -> int:
+    """Return the exit status of a forked child that calls `body`: 0 unless it raises or takes 20
+    seconds."""
+    child = fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            body()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
 
 
 @contextlib.contextmanager

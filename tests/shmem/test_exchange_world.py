@@ -28,7 +28,7 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_traffic import as_bags
-from tests.world_support import fork, run_world, world
+from tests.world_support import child_of, fork, run_world, world
 
 CASE = rs.dlrm_case()
 
@@ -337,15 +337,12 @@ def _child_looks_up(rank: int, world_size: int) -> int:
     """Return the exit status of a forked child that looks up rows of another host."""
     model = _sharded()
     model.tables.migrate(uniform_plan(list(model.tables.specs.values()), world_size, "striped"))
-    child = fork()
-    if child == 0:
-        try:
-            with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
-                _train_bag(model)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
+
+    def look_up() -> None:
+        with torch.no_grad(), pytest.raises(OperError, match="forked process cannot exchange"):
+            _train_bag(model)
+
+    status = child_of(look_up)
     _train_bag(model)  # the child has sent nothing
     return status
 

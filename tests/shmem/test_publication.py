@@ -26,7 +26,7 @@ from oper.tables import TableSpec
 from tests.forked import Forked
 from tests.runtime_support import bags_of_one
 from tests.support import ROOT, wait_for
-from tests.world_support import leftovers
+from tests.world_support import child_of, leftovers
 
 SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
          TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
@@ -347,14 +347,11 @@ def test_checksums_detect_damage(publisher: Publisher, reader: Reader) -> None:
 
 def test_a_forked_child_is_neither_reader_nor_publisher(publisher: Publisher, reader: Reader
                                                         ) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
+    def read() -> None:
+        with pytest.raises(OperError):
             reader.epoch  # noqa: B018
-        except OperError:
-            os._exit(7)
-        os._exit(8)
-    assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 7
+
+    assert child_of(read) == 0
     assert publisher.publish_rows(constant(2), dense(2)) == 2
     assert publisher.readers() == [os.getpid()]
 

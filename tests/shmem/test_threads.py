@@ -1,8 +1,6 @@
 """Threads of one process that use one rank's tables at the same time."""
 
 import gc
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,6 +18,7 @@ from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimiz
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import bags_of_one, run_ranks
+from tests.world_support import child_of
 
 ROWS, DIM, BATCH = 256, 8, 32
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -236,21 +235,16 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
             begun.set()
             done.wait()
 
+    def read_and_close() -> None:
+        tables.read("t", 0, 1)
+        tables.close()
+
     thread = threading.Thread(target=look_up if what == "lookups" else hold)
     thread.start()
     begun.wait()
     try:
         for _ in range(3):  # most likely in the middle of a lookup
-            child = os.fork()
-            if child == 0:
-                signal.alarm(20)
-                try:
-                    tables.read("t", 0, 1)
-                    tables.close()
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0
+            assert child_of(read_and_close) == 0
     finally:
         done.set()
         thread.join()
@@ -258,17 +252,14 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
 
 def test_a_child_forked_in_a_turn_ends_it() -> None:
     tables = _alone()
+
+    def end_turn() -> None:
+        tables.turns.lock.release()
+        with tables.turns.lock:
+            pass
+
     with tables.turns.lock:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            try:
-                tables.turns.lock.release()
-                with tables.turns.lock:
-                    os._exit(0)
-            finally:
-                os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+        assert child_of(end_turn) == 0
 
 
 def test_concurrent_lookups_with_deduplicated_pull() -> None:
