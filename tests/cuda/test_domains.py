@@ -223,20 +223,17 @@ def test_a_move_is_cancelled(emulation: pytest.MonkeyPatch, on_device: None) -> 
 def counted(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], optimizer: Optimizer,
             group: Any, trains_weights: bool = False) -> Traffic:
     """As `executed`, on the device."""
-    tables: Any = rs.open_tables(case, plan, group, optimizer)
-    with pytest.raises(OperError, match="start_counting"):
-        tables.traffic()
-    tables.start_counting()
-    for batches in steps:
-        batch = batches[group.rank]
-        if trains_weights:
-            batch.weights = batch.weights.detach().requires_grad_()
-        out = tables.lookup(batch.lookup(case))
-        rs.rank_loss(out, batch.target).backward()
-    found: Traffic = tables.traffic(reset=True)
-    assert not tables.traffic().counts.any()
-    tables.barrier()
-    tables.close()
+    def prepare(tables: Any) -> None:
+        with pytest.raises(OperError, match="start_counting"):
+            tables.traffic()
+        tables.start_counting()
+
+    def read(tables: Any) -> Traffic:
+        found: Traffic = tables.traffic(reset=True)
+        assert not tables.traffic().counts.any()
+        return found
+
+    found: Traffic = executed(case, plan, steps, optimizer, group, read, prepare, trains_weights)
     return found
 
 
