@@ -179,6 +179,17 @@ def test_deltas_are_applied_as_they_arrive(run: Path) -> None:
         assert follow(follower) == [4 + k]
 
 
+def test_deltas_removed_with_their_checkpoint_break_no_chain(run: Path, runs: Path) -> None:
+    """As by a run that saves the next checkpoint while a server reads deltas of this one."""
+    follower = Follower(lambda: run)
+    changes, removed = follower.changes(), number(run, 1)
+    follower.applied(next(changes))
+    shutil.rmtree(run)
+    shutil.copytree(runs / "3", run)
+    shutil.rmtree(removed)  # before the delta after it
+    assert not list(changes) and follower.has_whole()
+
+
 def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
     """Its number is right, but it continues another step than the one in service."""
     follower = Follower(lambda: run)

@@ -145,8 +145,18 @@ class Follower:
         except FileNotFoundError:  # removed with the checkpoint that it continued
             return
         except FileFormatError as error:
+            if not self._is_in_place():
+                return
             self._refused = str(error)
             raise
+
+    def _is_in_place(self) -> bool:
+        """Whether the checkpoint in service is still there. Once another one has replaced it, its
+        files and deltas are removed in any order, and may look damaged or like a broken chain."""
+        try:
+            return base_of(self._seen[0]) == self._seen[-1]
+        except FileNotFoundError:
+            return False
 
     def applied(self, change: Change) -> None:
         """Record that the server now uses the weights of `change`."""
