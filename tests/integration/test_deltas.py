@@ -16,8 +16,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint import deltas as module
-from oper.integration.checkpoint.delta_files import find, read_part
+from oper.integration.checkpoint.delta_files import base_of, find, folder_of, read_part
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.follow import Follower
 from oper.integration.checkpoint.saving import Restored
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 from tests.runtime_support import assert_bitwise
@@ -206,6 +207,28 @@ def test_other_files_among_the_deltas_are_left(chain: Path, tmp_path: Path) -> N
         saver.save_full(5)
     after = {p.name for p in folder.iterdir()}
     assert before & after == {"mine", "notes.txt"} and len(after) == 3
+
+
+def test_a_server_sees_no_gap_while_a_resumed_run_removes_deltas(
+        chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a crash before all ranks have written several deltas."""
+    shutil.copytree(chain.parent, tmp_path / "x")
+    folder = tmp_path / "x" / "c"
+    follower = Follower(lambda: folder)
+    for change in follower.changes():
+        follower.applied(change)
+    place = folder_of(folder) / base_of(folder)
+    for number in (4, 2, 6, 3, 5):  # so that no file system lists them in descending order
+        (place / f"{number:06d}").mkdir()
+    removed, rmtree = [], shutil.rmtree
+
+    def remove(path: Path) -> None:
+        rmtree(path)
+        removed.append(path.name)
+        assert not list(follower.changes())
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    assert _load(folder).num_deltas == 2 and len(removed) == 5
 
 
 def test_the_previous_checkpoint_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:

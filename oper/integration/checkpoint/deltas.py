@@ -130,7 +130,8 @@ class DeltaCheckpoints:
             kept = self._folder
             assert kept is not None
             remove_deltas(self._place, kept.name)
-            for path in kept.iterdir() if kept.is_dir() else ():
+            # The last delta first: to a server that follows the run, a gap would break the chain.
+            for path in sorted(kept.iterdir(), reverse=True) if kept.is_dir() else ():
                 if path.is_dir() and (not path.name.isdigit() or int(path.name) >= number):
                     shutil.rmtree(path)
             kept.mkdir(parents=True, exist_ok=True)
