@@ -110,6 +110,8 @@ class Server:
         self._error: Exception | None = None
         self._publishing = threading.Lock()
         self._failures = 0  # consecutive failed starts of a worker
+        self._delay = ""  # why newer weights could not be published yet
+        self._follows_at = 0.0  # when `follow` tries again after that
 
     @property
     def address(self) -> str:
@@ -286,41 +288,51 @@ class Server:
         if self._error is not None:
             raise self._error
 
-    def try_publish(self) -> bool:
+    def try_publish(self) -> None:
         """Publish the model's weights again; log a failure, after which the old weights remain in
-        use. Return whether it succeeded."""
+        use."""
         try:
             log.info("published epoch %d", self.publish())
         except (OperError, OSError) as error:
             log.error("the old weights remain in use: %s", error)
-            return False
-        return True
 
     def follow(self, run: Follower) -> None:
-        """Publish the checkpoint or deltas that a training run has saved since the last call; log
-        errors of invalid ones, after which the current weights remain in use."""
-        if run.has_whole():
-            if not self.try_publish():
-                run.refuse("the checkpoint that its deltas extend is not in service")
+        """Publish the checkpoint or deltas that a training run has saved since the last call.
+
+        Errors are logged, and the current weights remain in use: until the next full checkpoint if
+        weights are invalid. If the system cannot read them, or readers do not leave the buffers in
+        time, a later call tries again, after a pause as long as the attempt.
+        """
+        begin = time.monotonic()
+        if begin < self._follows_at:
             return
-        failed, refused = self._counts.failed_publications, ""
+        failed, what, is_whole = self._counts.failed_publications, "", False
         try:
-            for change in run.changes():
-                refused = f"step {change.step} is refused: "
-                try:
+            if is_whole := run.has_whole():
+                log.info("published epoch %d", self.publish())
+            else:
+                for change in run.changes():
+                    what = f"step {change.step} is refused: "
                     self.publish(change)
-                except DeadlineError as error:  # the next call tries again
-                    log.warning("step %d waits: %s", change.step, error)
-                    return
-                run.applied(change)
-                log.info("serving step %d", change.step)
-                refused = ""
-                del change  # frees it before the next one is read
-        except (OperError, OSError) as error:
+                    run.applied(change)
+                    log.info("serving step %d", change.step)
+                    what = ""
+                    del change  # frees it before the next one is read
+            self._delay = ""
+        except (DeadlineError, OSError) as error:
+            if is_whole:
+                run.again()
+            now = time.monotonic()
+            self._follows_at = now + (now - begin)
+            is_new, self._delay = str(error) != self._delay, str(error)
+            self._counts.failed_publications = failed + is_new
+            if is_new:
+                log.warning("the old weights remain in use for now: %s", error)
+        except OperError as error:
             run.refuse(str(error))
-            self._counts.failed_publications = failed + 1  # counts an unreadable delta, too
-            log.error("the old weights remain in use until the next full checkpoint: %s%s",
-                      refused, error)
+            self._counts.failed_publications = failed + 1  # counts unreadable weights, too
+            log.error("the old weights remain in use%s: %s%s",
+                      "" if is_whole else " until the next full checkpoint", what, error)
 
     # ---- the supervising thread ------------------------------------------------------------------
 

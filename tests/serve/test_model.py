@@ -1,8 +1,10 @@
 """Servers of trained models: scores, new weights, starting and stopping."""
 
 import contextlib
+import errno
 import functools
 import json
+import logging
 import math
 import os
 import signal
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +24,7 @@ import torch
 
 from oper import cli
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
-from oper.integration.checkpoint.follow import Change
+from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server
 from oper.serve.client import _Connection
 from oper.serve.model import PublishedModel, kjt_of, load_model
@@ -230,6 +233,38 @@ def test_damaged_weights_are_refused_and_the_old_ones_stay_in_service(tmp_path: 
         assert same == epoch and np.array_equal(before, after)
     with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
         load_model(tmp_path)
+
+
+def test_weights_that_cannot_be_read_now_are_read_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As after an error of a network file system, which need not come again."""
+    (tmp_path / STATE).touch()
+    failures: list[Exception] = [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "failed"),
+                                 OSError(errno.EIO, "failed"), DeadlineError("busy")]
+    epochs = []
+
+    def look() -> Path:
+        if len(failures) == 4:
+            raise failures.pop(0)
+        return tmp_path / STATE
+
+    def publish() -> int:
+        if failures:
+            raise failures.pop(0)
+        epochs.append(2)
+        return 2
+
+    server, run = Server(Sums()), Follower(look, in_service=False)
+    monkeypatch.setattr(server, "publish", publish)
+    counts: Any = types.SimpleNamespace(failed_publications=0)
+    server._counts = counts
+    while failures or not epochs:
+        server.follow(run)
+    server.follow(run)
+    assert epochs == [2] and counts.failed_publications == 3
+    assert [r.getMessage().rpartition(": ")[2] for r in caplog.records
+            if r.levelno >= logging.WARNING] == [
+        "[Errno 116] stale", "[Errno 5] failed", "busy"]  # each is said once
 
 
 # ---- draining ------------------------------------------------------------------------------------

@@ -104,6 +104,9 @@ class Follower:
         """Whether there are new full weights since the start or the last call that returned True.
 
         After True, publish them; `changes` continues from them.
+
+        Raises:
+            OSError: the folder cannot be read.
         """
         try:
             now = self._stamp(self._newest())
@@ -161,6 +164,10 @@ class Follower:
     def applied(self, change: Change) -> None:
         """Record that the server now uses the weights of `change`."""
         self._next, self._step = change.number + 1, change.step
+
+    def again(self) -> None:
+        """Make `has_whole` return True once more, since the weights could not be published."""
+        self._seen = (None,)
 
     def refuse(self, why: str) -> None:
         """Yield no more changes until there are new full weights; `why` must not be empty."""
