@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import http.client
+import io
 import json
 import random
 import select
@@ -32,6 +33,26 @@ _MAX_LOST = 3  # connections that one request may lose; beyond, the request may 
 _TIMEOUT_S = Rule(lambda x: 0 <= x <= 1e9, "a number of seconds from 0 to 1000000000")
 
 
+class _Incoming(io.RawIOBase):
+    """What a socket receives until a deadline; a timeout of the socket would begin anew with each
+    part of an answer. `HTTPResponse` calls `makefile`."""
+
+    def __init__(self, source: socket.socket, until: float) -> None:
+        self._source, self._until = source, until
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        if (left := self._until - time.monotonic()) <= 0:
+            raise TimeoutError
+        self._source.settimeout(left)
+        return self._source.recv_into(buffer)
+
+
 class _Connection(http.client.HTTPConnection):
     """A connection to the server, opened by its first request.
 
@@ -44,7 +65,8 @@ class _Connection(http.client.HTTPConnection):
     def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
             timeout_s: float) -> http.client.HTTPResponse:
         """Send a request, head and body at once so that the server wakes up once; return the answer
-        to be read. `timeout_s` is for each operation on the socket."""
+        to be read, which must arrive within `timeout_s`, like the connection before."""
+        until = time.monotonic() + timeout_s
         if not self.sock:
             self.timeout = timeout_s
             self.connect()
@@ -55,7 +77,8 @@ class _Connection(http.client.HTTPConnection):
         # A server that refuses the request may answer and close before it has read all.
         with contextlib.suppress(ConnectionError):
             self.sock.sendall("\r\n".join([*head, "\r\n"]).encode("ascii") + body)
-        return http.client.HTTPResponse(self.sock, method=method)
+        incoming: Any = _Incoming(self.sock, until)
+        return http.client.HTTPResponse(incoming, method=method)
 
     def is_closed(self) -> bool:
         """Whether the server has closed the idle connection: nothing else makes it readable."""

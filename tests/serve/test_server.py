@@ -361,6 +361,23 @@ def test_the_client_refuses_other_servers_and_invalid_ids(server: Server, client
             thread.join()
 
 
+def test_an_answer_that_arrives_in_parts_has_one_deadline() -> None:
+    def answer(source: socket.socket) -> None:
+        with source.accept()[0] as connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            for part in (b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n"] * 8, b"content-length: 8\r\n\r\n",
+                         *[b"x"] * 8):
+                time.sleep(0.1)
+                connection.sendall(part)
+
+    with socket.create_server(("127.0.0.1", 0)) as source, ThreadPoolExecutor() as pool:
+        done = pool.submit(answer, source)
+        with (Client(f"127.0.0.1:{source.getsockname()[1]}", timeout_s=0.5, model="m") as client,
+              pytest.raises(DeadlineError, match="no answer")):
+            client.score(np.zeros((1, 2)), {})
+        done.result()
+
+
 @pytest.mark.parametrize(("name", "value"), [
     *(("address", x) for x in ("", "host", "host:x", ":80", "host:65536", "https://host:80")),
     *(("timeout_s", x) for x in (-1, math.inf, math.nan, "1"))])
