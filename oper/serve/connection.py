@@ -64,7 +64,7 @@ class Connection:
     def on_message_begin(self) -> None:
         self._request = Exchange(self._flush)
         self._url, self._parts = b"", list[bytes]()
-        self._announced, self._in_body = 0, False
+        self._announced, self._in_body, self._expects = 0, False, False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -81,7 +81,9 @@ class Connection:
         headers = self._request.headers
         announced = headers.get(b"content-length", b"0")
         self._announced = int(announced) if announced.isdigit() else 0
-        if b"expect" in headers and not self._pending and not self._ends and (
+        # HTTP/1.0 has no such headers, and its clients would take this line for the answer.
+        self._expects = b"expect" in headers and self._parser.get_http_version() == "1.1"
+        if self._expects and not self._pending and not self._ends and (
                 self._announced <= self._app.options.max_bytes):
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -175,7 +177,8 @@ class Connection:
             return
         if problem:
             self._refuse_malformed(problem)
-        elif self._in_body and size > _PATIENCE * most:
+        elif self._in_body and (size > _PATIENCE * most or (
+                self._expects and self._announced > most)):  # the client waits with its body
             self._request.size = size
             self._handle()  # the app refuses it by its size
         elif self._unread > (limit := _MAX_HEAD + (_FRAMING * most if self._in_body else 0)):

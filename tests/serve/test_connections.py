@@ -150,6 +150,10 @@ def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -
     (message(1, "connection: close\r\n"), b"HTTP/1.1 200 "),
     (message(1, "expect: 100-continue\r\nconnection: close\r\n"),
      b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 "),
+    (message(1, "expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+     b"HTTP/1.1 200 "),
+    (b"POST /v2/models/sums/infer HTTP/1.1\r\nexpect: 100-continue\r\n"
+     b"content-length: 2000000\r\n\r\n", b"HTTP/1.1 413 "),
     (message(1, "connection: upgrade\r\nupgrade: h2c\r\n"), b"HTTP/1.1 400 "),
     (b"GET /v2 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", b"HTTP/1.1 200 "),
     (b"GET http://x/v2/health/live HTTP/1.1\r\nconnection: close\r\n\r\n", b"HTTP/1.1 200 "),
