@@ -32,6 +32,7 @@ _GRACE_S = 5.0  # after the drain time, the process is killed
 _YIELD_S = 0.25  # how long a connection waits for workers with fewer connections, if these are busy
 _STEP_S = 0.002  # first of the growing pauses until it checks whether these have accepted it
 _BUSY_S = 1.0  # how long further connections do not wait after that
+_SILENT_S = 60.0  # how long a repeated error is not logged again
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
 
@@ -89,6 +90,7 @@ class _Worker:
         self._others_busy_until = 0.0
         self._waiting_since = 0.0  # since when the next connection waits to be accepted
         self._accepts_at = float("inf")  # when to try to accept it again
+        self._says_at = 0.0  # when an error of accepting connections is logged again
         self._ends_at = float("inf")  # set while the worker drains
         self._spins_until = 0.0
 
@@ -188,13 +190,17 @@ class _Worker:
             except BlockingIOError:
                 break  # other workers have the others
             except OSError as error:
-                if error.errno != errno.EINVAL:  # otherwise the server is stopping
+                if error.errno == errno.EINVAL:  # the server is stopping
+                    return
+                if now >= self._says_at:
                     log.error("cannot accept a connection: %s", error)
-                    self._accepts_at = now + _TICK_S  # a file descriptor may become free
+                    self._says_at = now + _SILENT_S
+                # A file descriptor may become free.
+                self._accepts_at = now + (0.0 if self._evict_idle(1) else _TICK_S)
                 return
             if yields:
                 self._others_busy_until = now + _BUSY_S
-            self._evict_idle()
+            self._evict_idle(len(self._connections) + 1 - self._options.max_connections)
             connection = Connection(accepted, self._app, self._selector,
                                     self._connections.discard)
             self._connections.add(connection)
@@ -202,14 +208,14 @@ class _Worker:
         self._count()
         self._selector.register(self._listener, selectors.EVENT_READ, self._arrive)
 
-    def _evict_idle(self) -> None:
-        """Close the least recently used idle connections in excess of `max_connections`. As in
-        nginx, idle clients cannot keep out new ones."""
-        too_many = len(self._connections) + 1 - self._options.max_connections
-        if too_many > 0:
-            idle = sorted((c for c in self._connections if c.is_idle), key=lambda c: c.since)
-            for connection in idle[:too_many]:
-                connection.close()
+    def _evict_idle(self, count: int) -> bool:
+        """Close up to `count` idle connections, the least recently used first; return whether there
+        were any. As in nginx, idle clients cannot keep out new ones."""
+        idle = sorted((c for c in self._connections if c.is_idle),
+                      key=lambda c: c.since)[:count] if count > 0 else []
+        for connection in idle:
+            connection.close()
+        return bool(idle)
 
     def _count(self) -> int:
         """Publish and return the number of open connections."""

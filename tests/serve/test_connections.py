@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import socket
 import threading
 import time
@@ -280,6 +281,18 @@ def test_idle_connections_do_not_block_others_and_closed_ones_are_not_used(serve
     score()
     assert client.counts.requests == 48
     assert client.counts.retries == 0
+
+
+def test_idle_connections_give_way_if_file_descriptors_run_out() -> None:
+    with Server(Sums(), ServeOptions(port=0, workers=1)) as server, contextlib.ExitStack() as held:
+        worker = server.worker_pids[0]
+        used = len(os.listdir(f"/proc/{worker}/fd"))
+        _, most = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (used + 3, most))
+        for _ in range(12):
+            held.enter_context(connect(server))
+        with Client(server.address, timeout_s=20) as client:
+            assert client.score(np.zeros((1, 2)), {"a": np.array([5])}).tolist() == [5]
 
 
 def test_a_request_that_is_refused_before_it_is_read_is_named(client: Client) -> None:
