@@ -28,8 +28,10 @@ struct Layout {
 class Layouts {
  public:
   // `layouts`: the initial ones, [tables]; `most_owners`: limits of the owners of a piece, [tables].
-  Layouts(const OperPacking& p, std::vector<Layout> layouts, std::vector<int64_t> most_owners, Random& random)
-      : p_(p), between_pieces_(p), layouts_(std::move(layouts)), most_owners_(std::move(most_owners)), random_(random) {
+  Layouts(const OperPacking& p, const SquaresBetweenPieces& between_pieces, std::vector<Layout> layouts,
+          std::vector<int64_t> most_owners, Random& random)
+      : p_(p), between_pieces_(between_pieces), layouts_(std::move(layouts)),
+        most_owners_(std::move(most_owners)), random_(random) {
     const int64_t n = p.num_classes * p.num_loads;
     size_.assign(p.num_classes, 0.0), base_.assign(n, 0.0), first_rank_.assign(p.num_classes, 0);
     for (int64_t r = p.num_ranks - 1; r >= 0; --r) size_[p.class_of[r]] += 1, first_rank_[p.class_of[r]] = r;
@@ -222,7 +224,7 @@ class Layouts {
   }
 
   const OperPacking& p_;
-  const SquaresBetweenPieces between_pieces_;
+  const SquaresBetweenPieces& between_pieces_;
   std::vector<Layout> layouts_;
   const std::vector<int64_t> most_owners_;
   Random& random_;

@@ -216,7 +216,7 @@ class PackOwners : protected PackState {
   std::vector<Layout> annealed_layouts(int64_t moves, const IsOver& is_over) {
     std::vector<int64_t> most;
     for (int64_t k = 0; k < whole_; ++k) most.push_back(max_owners(k));
-    return Layouts(p_, relaxed_layouts(), std::move(most), random_).anneal(moves, is_over);
+    return Layouts(p_, between_pieces_, relaxed_layouts(), std::move(most), random_).anneal(moves, is_over);
   }
 
   // Starts a new state with the pieces of `layouts`, [tables].

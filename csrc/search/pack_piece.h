@@ -20,6 +20,7 @@ constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; t
 constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
 constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
 constexpr float kLeastShare = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
+constexpr double kSquareRounding = 1e-12;  // smaller relative changes of sums of squares are rounding errors
 constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
 
 struct Random {  // xorshift64*, Vigna 2016

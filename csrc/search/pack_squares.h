@@ -13,8 +13,8 @@ namespace oper::search {
 // Bytes of sums of squares that a rank sends to other memory domains of its host and to other hosts. It
 // receives as many.
 struct Squares {
-  int64_t rank;
-  double on_host, between_hosts;
+  int64_t rank = 0;
+  double on_host = 0, between_hosts = 0;
 };
 
 class SquaresBetweenPieces {
@@ -44,12 +44,7 @@ class SquaresBetweenPieces {
   void add(const std::vector<Piece>& pieces, const std::vector<int>& family, double bytes,
            std::vector<Squares>& out) {
     const double others = double(family.size()) - 1;
-    const auto add_owners = [&](const std::vector<int>& ids, double sign) {
-      for (const int id : ids)
-        for (int i = 0; i < pieces[id].owners; ++i)
-          other_.add(p_, pieces[id].rank[i], sign * share(pieces[id], i));
-    };
-    add_owners(family, 1);
+    add_owners(pieces, family, 1);
     left_ = family;
     while (!left_.empty()) {
       const Piece& first = pieces[left_.front()];
@@ -58,7 +53,7 @@ class SquaresBetweenPieces {
       });
       alike_.assign(end, left_.end());
       left_.erase(end, left_.end());
-      add_owners(alike_, -1);
+      add_owners(pieces, alike_, -1);
       for (int i = 0; i < first.owners; ++i) {
         for (const int id : alike_) same_.add(p_, pieces[id].rank[i], 1);
         for (const int id : alike_) {
@@ -72,11 +67,9 @@ class SquaresBetweenPieces {
         }
         for (const int id : alike_) same_.clear(p_, pieces[id].rank[i]);
       }
-      add_owners(alike_, 1);
+      add_owners(pieces, alike_, 1);
     }
-    // Exactly 0 again: additions and subtractions have left rounding errors.
-    for (const int id : family)
-      for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
+    clear_owners(pieces, family);
   }
 
   // The same for the owners of the pieces `family` and those of the pieces `others` of a part with
@@ -85,8 +78,7 @@ class SquaresBetweenPieces {
   void add_apart(const std::vector<Piece>& pieces, const std::vector<int>& family, const std::vector<int>& others,
                  double pushed, double bytes, std::vector<Squares>& out) {
     const double number = std::max<double>(1, double(others.size())), rest = number * (1 - pushed);
-    for (const int id : others)
-      for (int i = 0; i < pieces[id].owners; ++i) other_.add(p_, pieces[id].rank[i], pushed * share(pieces[id], i));
+    add_owners(pieces, others, pushed);
     for (const int id : family)
       for (int i = 0; i < pieces[id].owners; ++i) {
         const int64_t r = pieces[id].rank[i];
@@ -95,8 +87,7 @@ class SquaresBetweenPieces {
         out.push_back({r, sent * (host - near + rest * on_host),
                        sent * (number - rest - host + rest * between_hosts)});
       }
-    for (const int id : others)
-      for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
+    clear_owners(pieces, others);
   }
 
   double on_host = 0, between_hosts = 0;  // shares of pairs of ranks: of one host, of two hosts
@@ -110,10 +101,19 @@ class SquaresBetweenPieces {
     }
     void clear(const OperPacking& p, int64_t r) { host[p.host_of[r]] = 0, domain[p.domain_of[r]] = 0; }
   };
+  void add_owners(const std::vector<Piece>& pieces, const std::vector<int>& ids, double factor) {
+    for (const int id : ids)
+      for (int i = 0; i < pieces[id].owners; ++i)
+        other_.add(p_, pieces[id].rank[i], factor * share(pieces[id], i));
+  }
+  // Sets the owners' numbers to exactly 0: subtracting what was added would leave rounding errors.
+  void clear_owners(const std::vector<Piece>& pieces, const std::vector<int>& ids) {
+    for (const int id : ids)
+      for (int i = 0; i < pieces[id].owners; ++i) other_.clear(p_, pieces[id].rank[i]);
+  }
   static double share(const Piece& x, int i) { return double(x.weight[i]) / x.total; }
   static bool has_weights_of(const Piece& x, const Piece& y) {
-    return x.owners == y.owners && (x.total == x.owners ? y.total == y.owners
-                                                        : std::equal(x.weight, x.weight + x.owners, y.weight));
+    return x.owners == y.owners && std::equal(x.weight, x.weight + x.owners, y.weight);
   }
 
   const OperPacking& p_;

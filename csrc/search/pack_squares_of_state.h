@@ -6,31 +6,60 @@
 namespace oper::search {
 
 inline void PackState::settle_squares(int64_t table) {
-  squares_log_.push_back({table, squares_[table]});
-  for (const Squares& x : squares_[table]) add_squares(x, -1);
-  squares_[table].clear();
+  squares_log_.push_back({table, {}});
+  std::vector<Squares>& was = squares_log_.back().second;
+  std::vector<Squares>& now = squares_[table];
+  was.swap(now);
   const int64_t other = T == whole_ ? table : table + whole_;
   const bool both = other != table && width_[table] > 0 && width_[other] > 0;
   const bool are_one = both && candidate_[table] == candidate_[other];
   family_ = of_table_[table];
   if (are_one) family_.insert(family_.end(), of_table_[other].begin(), of_table_[other].end());
+  const auto settle_pieces = [&](int64_t k) {  // those in `family_`
+    if (family_.size() > 1 && sends_squares(k)) between_pieces_.add(pieces_, family_, square_bytes(k), now);
+  };
+  // What the owners that part `k` pushes to exchange with the owners of part `with`.
+  const auto settle_apart = [&](int64_t k, int64_t with) {
+    if (sends_squares(k))
+      between_pieces_.add_apart(pieces_, of_table_[k], of_table_[with], pushed_of(with), square_bytes(k), now);
+  };
   settle_pieces(table);
-  if (other == table) return;
-  family_ = of_table_[other];
-  if (!are_one) settle_pieces(other);
-  const bool are_two = both && !are_one;
-  settle_parts(table, are_two ? messages_between_parts(table) : 0.0);
-  if (are_two) settle_apart(table, other), settle_apart(other, table);
+  if (other != table) {
+    family_ = of_table_[other];
+    if (!are_one) settle_pieces(other);
+    const bool are_two = both && !are_one;
+    settle_parts(table, are_two ? messages_between_parts(table) : 0.0);
+    if (are_two) settle_apart(table, other), settle_apart(other, table);
+  }
+  add_differences(was, now);
 }
 
-inline void PackState::settle_pieces(int64_t k) {  // those in `family_`
-  if (family_.size() < 2 || !sends_squares(k)) return;
-  std::vector<Squares>& now = squares_[k % whole_];
-  const size_t first = now.size();
-  const double bytes =
-      p_.squares[p_.first[k] + candidate_[k]] * between_pieces_.share_of_pair(pieces_of_table(k));
-  between_pieces_.add(pieces_, family_, bytes, now);
-  for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
+// Replaces the loads by `was` by those by `now`. A move changes the squares of few of a table's owners; the
+// others' loads are left alone, so that they need not be saved, flattened and refilled.
+inline void PackState::add_differences(const std::vector<Squares>& was, const std::vector<Squares>& now) {
+  double most = 0;
+  const auto sum = [&](const std::vector<Squares>& list, double sign) {
+    for (const Squares& x : list) {
+      Squares& to = difference_[x.rank];
+      to.on_host += sign * x.on_host, to.between_hosts += sign * x.between_hosts;
+      most = std::max(most, x.on_host + x.between_hosts);
+    }
+  };
+  const auto add = [&](const std::vector<Squares>& list) {
+    for (const Squares& x : list) {
+      Squares& of = difference_[x.rank];
+      if (std::abs(of.on_host) + std::abs(of.between_hosts) > kSquareRounding * most)
+        add_squares({x.rank, of.on_host, of.between_hosts});
+      of = {};
+    }
+  };
+  sum(was, -1), sum(now, 1);
+  add(was), add(now);
+}
+
+// What an owner of all of part `k` sends to the owners of another piece.
+inline double PackState::square_bytes(int64_t k) const {
+  return p_.squares[p_.first[k] + candidate_[k]] * between_pieces_.share_of_pair(pieces_of_table(k));
 }
 
 // Number of column pieces of both parts of a part's table.
@@ -62,17 +91,6 @@ inline void PackState::settle_parts(int64_t table, double messages) {
   for (int64_t i = 0; i < C * G; ++i)
     every_[i] += sent * (between_pieces_.on_host * p_.square_link[i] +
                         between_pieces_.between_hosts * p_.square_cross[i]);
-}
-
-// What the owners that part `k` pushes to exchange with the owners of part `other`.
-inline void PackState::settle_apart(int64_t k, int64_t other) {
-  if (!sends_squares(k)) return;
-  std::vector<Squares>& now = squares_[k % whole_];
-  const size_t first = now.size();
-  const double bytes =
-      p_.squares[p_.first[k] + candidate_[k]] * between_pieces_.share_of_pair(pieces_of_table(k));
-  between_pieces_.add_apart(pieces_, of_table_[k], of_table_[other], pushed_of(other), bytes, now);
-  for (size_t i = first; i < now.size(); ++i) add_squares(now[i], 1);
 }
 
 }  // namespace oper::search

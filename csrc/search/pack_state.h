@@ -55,8 +55,8 @@ class PackState {
     pieces_.clear(), free_.clear();
     of_table_.assign(T, {}), on_rank_.assign(W, {}), counted_cuts_.assign(T, 0.0);
     recut_.clear();
-    squares_.assign(whole_, {}), between_.assign(whole_, 0.0), is_changed_.assign(whole_, 0);
-    changed_.clear();
+    squares_.assign(whole_, {}), between_.assign(whole_, 0.0), difference_.assign(W, {});
+    is_changed_.assign(whole_, 0), changed_.clear();
     owns_.assign(T * W, 0);
     busy_.resize(P * W), kept_busy_.resize(P * W);
   }
@@ -102,20 +102,20 @@ class PackState {
     return pieces_of_part(k) - 1;
   }
 
-  void add_squares(const Squares& x, double sign) {
+  void add_squares(const Squares& x) {
     touch(x.rank);
     double* to = load(x.rank);
     const int64_t at = p_.class_of[x.rank] * G;
     for (int64_t g = 0; g < G; ++g)
-      to[g] += sign * (x.on_host * p_.square_link[at + g] + x.between_hosts * p_.square_cross[at + g]);
+      to[g] += x.on_host * p_.square_link[at + g] + x.between_hosts * p_.square_cross[at + g];
   }
   bool sends_squares(int64_t k) const { return p_.squares[p_.first[k] + candidate_[k]] > 0; }
   // Replaces the loads by the sums of squares of a table by those of its present pieces, at the end of a
   // move; these functions are in pack_squares_of_state.h.
   void settle_squares(int64_t table);
-  void settle_pieces(int64_t k);
+  void add_differences(const std::vector<Squares>& was, const std::vector<Squares>& now);
   void settle_parts(int64_t table, double messages);
-  void settle_apart(int64_t k, int64_t other);
+  double square_bytes(int64_t k) const;
   double messages_between_parts(int64_t table) const;
   double pieces_of_table(int64_t k) const;
   double pushed_of(int64_t k) const;
@@ -491,6 +491,7 @@ class PackState {
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<std::vector<int64_t>> ranks_on_;  // by host
   std::vector<std::vector<Squares>> squares_;   // that loads contain, by table
+  std::vector<Squares> difference_;             // by rank; 0 outside `add_differences`
   std::vector<double> between_;                 // messages per row between parts that they contain
   std::vector<std::pair<int64_t, std::vector<Squares>>> squares_log_;  // before the move's changes
   std::vector<std::pair<int64_t, double>> between_log_;

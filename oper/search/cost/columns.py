@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 
@@ -61,13 +61,16 @@ def _pairs_of_owners(t: TableProblem, tiers: Counter[Tier], start: int, stop: in
     patterns = {x: x.pattern() for x in tiers}
     period = math.lcm(*map(len, patterns.values()))
     if period <= MAX_PATTERN:
-        owned = np.zeros((period, world_size))
         offset = np.arange(period)
-        for tier, pattern in patterns.items():
-            owner = np.take(pattern, offset + start - tier.start, mode="wrap")
-            owned[offset, owner] += tiers[tier]
+        owners = [(tiers[x], np.take(pattern, offset + start - x.start, mode="wrap"))
+                  for x, pattern in patterns.items()]
         updated = t.shares(start, stop, period, ordered)[TOUCHED_ALL]
-        return np.asarray(owned.T @ (owned * updated[:, None]))
+        out = np.zeros((world_size, world_size))
+        for (a, source), (b, destination) in combinations_with_replacement(owners, 2):
+            pairs = a * b * np.bincount(source * world_size + destination, updated, out.size)
+            found = pairs.reshape(out.shape)
+            out += found if source is destination else found + found.T
+        return out
     rows = np.array([owned_features(t, replace(x, start=start, stop=stop), world_size,
                                     ordered)[TOUCHED_ALL] for x in tiers])
     owned = rows * np.array(list(tiers.values()))[:, None]

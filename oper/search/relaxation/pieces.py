@@ -32,6 +32,7 @@ _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6  # the least of these shares; below it, sums are taken to be proportional
 _TANGENTS = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # masses at which an owner's least load is tabulated
 _ROUNDING = 1e-9  # relative tolerance within which an owner is full
+_FITS = 32  # results of `Pieces.fit` that are kept: a node and its candidate children have about 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +124,7 @@ class Pieces:
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
+        self._fits: dict[tuple[bytes, float], Fit] = {}
         self._set_loads(asks)
         self._set_ratios(may)
 
@@ -176,7 +178,20 @@ class Pieces:
         return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self.has_local)
 
     def fit(self, limits: LoadLimits) -> Fit:
-        """The pieces that plans within `limits` may have, computed in C++."""
+        """The pieces that plans within `limits` may have.
+
+        They do not depend on `limits.least`. Most nodes have the same other limits as their parent
+        or a sibling, so the last results are kept.
+        """
+        key = limits.most.tobytes(), limits.step
+        found = self._fits.pop(key, None) or self._fit(limits)
+        self._fits[key] = found  # the last one used is the last one in the dictionary
+        if len(self._fits) > _FITS:
+            del self._fits[next(iter(self._fits))]
+        return found
+
+    def _fit(self, limits: LoadLimits) -> Fit:
+        """Compute the result of `fit` in C++."""
         shape = (len(self.tables), len(self.floor))
         mass = np.zeros((self.narrow.size, shape[1]))
         least_sums = np.zeros((self.narrow.size, shape[1], 3))

@@ -52,7 +52,8 @@ class Effort:
 
 EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run concurrently; their number does not affect the result
-_MOVES = 36_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
+_MOVES = 450_000  # of an annealing; at least _MOVES_EACH per table
+_MOVES_EACH = 600
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # the best 1 / 6 of the probes are continued
 _PLACED = 8  # at most this many of these are placed; with many ranks, placing takes about as long
@@ -167,8 +168,7 @@ class _Start:
         pool.add_thresholds(_CONFIGURATIONS)
         self.pool, self.effort, self.goals, self.seed = pool, effort, goals, seed
         self._annealing = Annealing(pool, bound)
-        tables, world = len(pool.candidates), pool.relaxation.model.machine.world_size
-        self._moves = max(_MOVES // (world + 64), 600 * tables)
+        self._moves = max(_MOVES, _MOVES_EACH * len(pool.candidates))
 
     def probes(self) -> list[Packed]:
         """Run short annealings until one reaches the goal; returns their results."""
