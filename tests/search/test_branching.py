@@ -1,6 +1,7 @@
 """Bounds of nodes with limits on pushed pieces: below every plan, and close to the best plans."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -403,6 +404,8 @@ def test_pieces_add_up_to_the_columns(ranks):
                 part = Node(relaxation, limits, states)
                 if number > 1:
                     mine = slice(pieces.first[k], pieces.first[k + 1])
+                    part.fit = copy(part.fit)  # nodes with equal limits share it
+                    part.fit.mass = part.fit.mass.copy()
                     part.fit.mass[mine] *= np.arange(number)[:, None] == kind
                 pieces.columns, pieces.cut = np.zeros_like(columns), np.zeros_like(cut)
                 value = part.price(prices).value[k]

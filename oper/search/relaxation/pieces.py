@@ -349,6 +349,8 @@ class Fit:
         self.streams = np.where(one, 1.0, pieces.streams[:, None])
         self.mass = np.where(one, 1.0, mass)
         self._least_sums = np.where(one[..., None], 0.0, least_sums)
+        for x in (self.streams, self.mass, self._least_sums):  # nodes with equal limits share them
+            x.flags.writeable = False
 
     def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays of the piece types of every table in the rank classes `classes` (int64 [M]), in
