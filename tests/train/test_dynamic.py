@@ -14,8 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.analysis import forecast
 from oper.cli import main
-from oper.data import Folder, analyze_folder, load_recipe, preprocess
-from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
+from oper.data import Folder, SyntheticLog, analyze_folder
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.errors import InvalidInputError, UsageError
 from oper.integration.checkpoint.follow import Follower
@@ -344,7 +343,7 @@ def test_refused_configurations(raw: Prepared, tmp_path: Path, flags: dict[str, 
         config(raw, tmp_path, **flags)
 
 
-def test_refused_data(raw: Prepared, tmp_path: Path) -> None:
+def test_refused_data(raw: Prepared, prepared: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
         train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
     with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
@@ -352,11 +351,8 @@ def test_refused_data(raw: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r'bytes=.*set tables_on = "meta"'):
         train(config(raw, tmp_path / "a", **{"dynamic.rows": (1 << 32) - 1, "model.dim": 4096}),
               show_progress=False)
-    log = write_synthetic_log(tmp_path / "log.txt", SyntheticLog(600, 3))
-    preprocess(load_recipe("criteo-kaggle"), [str(log)], tmp_path / "data")
     with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):
-        train(config(raw, tmp_path / "a", data=str(tmp_path / "data"), stats=""),
-              show_progress=False)
+        train(config(raw, tmp_path / "a", data=prepared.folder, stats=""), show_progress=False)
 
 
 def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
