@@ -95,6 +95,7 @@ class Publisher:
         plan: the tables, placed on memory domains: one rank per NUMA node, in order.
         dense: dense weights by key, whose shapes and dtypes all later weights must have.
         keep_spare: keep the memory of the unused buffer for the next publication.
+        checksum: write checksums that `Reader.verify` compares.
 
     Attributes:
         page_kind: page size of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
@@ -104,11 +105,12 @@ class Publisher:
     """
 
     def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],
-                 keep_spare: bool = False) -> None:
+                 keep_spare: bool = False, checksum: bool = True) -> None:
         load()
         self.name = check_name(name)
         self.layout = Layout(plan, dense_entries(dense))
         self._keep_spare = keep_spare
+        self._checksum = checksum
         nodes = numa.find_nodes()
         listener = _listen(name)
         try:
@@ -322,7 +324,8 @@ class Publisher:
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
         self.page_kind = page_kind(done, want)
-        _write_header(dense_at, self._header(epoch, checksums(layout, segments, dense_at)))
+        _write_header(dense_at, self._header(epoch, checksums(
+            layout, segments, dense_at) if self._checksum else {}))
 
     def _header(self, epoch: int, sums: dict[str, int]) -> torch.Tensor:
         """Return a buffer's header with its epoch and checksums, uint8 [n]."""

@@ -392,7 +392,7 @@ class Reader:
 
         Raises:
             FileFormatError: a segment differs, or the epoch has no checksums, because the publisher
-                has changed rows in place.
+                does not write them or has changed rows in place.
         """
         with self.pinned() as epoch:
             buffer = epoch & 1
@@ -401,7 +401,7 @@ class Reader:
             header = json.loads(raw.numpy()[HEADER.size:].tobytes())
             if not header["crc32"]:
                 raise FileFormatError(f"publication {self.name!r} cannot be verified", "checksums",
-                                      "none", "a publication of all weights",
+                                      "none", "a publication of all weights, with checksum=True",
                                       "publish all weights")
             found = self.sums()
             bad = [k for k, crc in found.items() if header["crc32"].get(k) != crc]
