@@ -12,6 +12,7 @@ from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
 from oper.plan import Piece, Plan, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
 from oper.search.branching.tree import SearchTree
+from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES
 from oper.search.cost.tally import Row
@@ -35,6 +36,7 @@ from tests.search.search_cases import (
     copied_plan,
     examples,
     gpus,
+    placed_steps,
     problem,
     problems,
     random_plan,
@@ -230,6 +232,18 @@ def test_several_limits_of_one_owner() -> None:
                            plan_workloads.cluster(16, 2), batch_size=8192, allow=EVERYTHING)
     search_us, checker_us = proved(problem, 1.3, 6000)
     assert checker_us >= search_us * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("objective", ["training", "inference"])
+def test_rows_of_one_rank_that_may_not_be_pulled_need_not_be_pushed(objective: str) -> None:
+    """They may be replicated, which costs no barrier for partial sums."""
+    one = problem(3, 1, gpus(1), objective, allow={"owned", "push", "replicated"})
+    steps = placed_steps(one, 0)
+    assert min(steps) < max(steps)
+    assert space_bound(one) <= min(steps)
+    plan = plan_problem(one)
+    assert plan.step_us <= min(steps)
+    assert verify_plan(plan, one).certified
 
 
 # ---- copies on one rank of every host ------------------------------------------------------------

@@ -248,8 +248,9 @@ class Problem:
             chosen &= held.placements
         if held.ranks is not None and len(set(held.ranks)) < self.machine.world_size:
             chosen -= {"replicated"}
-        if self.machine.world_size == 1 and len(chosen) > 1:
-            chosen -= {"replicated"}  # would update the rows and then copy them for the same rank
+        if self.machine.world_size == 1 and len(chosen) > 1 and "pull" in self.modes_of(name):
+            # Pulling is the same, but for an update that copies the changed rows to the same rank.
+            chosen -= {"replicated"}
         # Replicas are in device memory.
         return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
 
