@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper import analysis
@@ -24,26 +28,13 @@ BATCH = {
 }
 
 
-class FakeJagged:
-    """The accessors of a KeyedJaggedTensor, so that the test does not need torchrec."""
-
-    def __init__(self, keys: list[str], values: list[int], lengths: list[int]) -> None:
-        self._keys, self._values, self._lengths = keys, np.array(values), np.array(lengths)
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> np.ndarray:
-        return self._values
-
-    def lengths(self) -> np.ndarray:
-        return self._lengths
+def jagged(keys: list[str], values: list[int], lengths: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys, torch.tensor(values), lengths=torch.tensor(lengths))
 
 
-def fake_jagged() -> FakeJagged:
-    # Keys in another order than the tables' features, and one that no table has.
-    return FakeJagged(["c", "x", "b", "a"], [5, 5, 0, 4, 3, 9, 1, 2, 3],
-                      [1, 1, 1, 0, 1, 0, 0, 1, 1, 2, 0, 1])
+# Keys in another order than the tables' features, and one that no table has.
+KJT = jagged(["c", "x", "b", "a"], [5, 5, 0, 4, 3, 9, 1, 2, 3],
+             [1, 1, 1, 0, 1, 0, 0, 1, 1, 2, 0, 1])
 
 
 def check(stats: AccessStats, times: int = 1) -> None:
@@ -58,18 +49,12 @@ def check(stats: AccessStats, times: int = 1) -> None:
     assert stats.num_samples == 3 * times
 
 
-@dataclass
-class FakeBatch:
-    sparse_features: FakeJagged
-    labels: list[int]
-
-
 @pytest.mark.parametrize("batch", [
     BATCH,
-    fake_jagged(),
-    FakeBatch(fake_jagged(), [0, 1, 0]),
-    (np.zeros(3), fake_jagged(), [0, 1, 0]),
-    [np.zeros(3), FakeBatch(fake_jagged(), [])],
+    KJT,
+    SimpleNamespace(sparse_features=KJT, labels=[0, 1, 0]),
+    (np.zeros(3), KJT, [0, 1, 0]),
+    [np.zeros(3), SimpleNamespace(sparse_features=KJT)],
     ({k: BATCH[k] for k in "ab"}, {"c": BATCH["c"][0]}),
 ], ids=["mapping", "kjt", "batch", "tuple", "list with batch", "two mappings"])
 def test_kinds_of_batches(batch: Any) -> None:
@@ -93,7 +78,7 @@ def test_a_table_without_lookups_is_an_error() -> None:
 @pytest.mark.parametrize(("batch", "words"), [
     (np.zeros(3), ["ndarray", "KeyedJaggedTensor"]),
     ({"a": (np.array([10]), np.array([1]))}, ["'t1'", "10", "num_rows=10"]),
-    (FakeJagged(["a", "b"], [1, 2, 3], [1, 1]), ["sum(lengths)", "len(values)=3"]),
+    (jagged(["a", "b"], [1, 2, 3], [1, 1]), ["sum(lengths)", "len(values)=3"]),
     (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["repeated features", "'a'"]),
     ({"a": np.array([0.5])}, ["'a'", "float64"]),
 ])
@@ -103,16 +88,15 @@ def test_bad_batches(batch: Any, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("batches", [None, 3, BATCH, FakeJagged(["a"], [1], [1])])
+@pytest.mark.parametrize("batches", [None, 3, BATCH, jagged(["a"], [1], [1])])
 def test_a_single_batch_is_refused(batches: Any) -> None:
     with pytest.raises(InvalidInputError, match="a list of one batch"):
         analysis.collect(batches, TABLES)
 
 
 def test_variable_batch_sizes_per_feature_are_refused() -> None:
-    kjt = fake_jagged()
-    kjt.variable_stride_per_key = lambda: True  # type: ignore[attr-defined]
-    kjt.stride_per_key = lambda: [3, 2, 3, 3]  # type: ignore[attr-defined]
+    kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]), lengths=torch.ones(3).int(),
+                            stride_per_key_per_rank=[[1], [2]])
     with pytest.raises(InvalidInputError, match="one batch size"):
         analysis.collect([kjt], TABLES)
 
@@ -130,80 +114,43 @@ def test_statistics_survive_the_file_and_merge(tmp_path: Any) -> None:
     check(AccessStats.load(tmp_path / "part") + part, 2)
 
 
-class Module:
-    """A module tree with `named_modules`."""
-
-    def __init__(self, **children: Any) -> None:
-        self.children = children
-
-    def named_modules(self, prefix: str = "") -> Any:
-        yield prefix, self
-        for name, child in self.children.items():
-            path = f"{prefix}.{name}" if prefix else name
-            if isinstance(child, Module):
-                yield from child.named_modules(path)
-            else:
-                yield path, child
-
-
-def fake_collection(method: str, *configs: tuple[str, int, list[str]]) -> Module:
-    module = Module(embedding_bags=Module(
-        t=SimpleNamespace(num_embeddings=99, embedding_dim=4)))
-    setattr(module, method, lambda: [
-        SimpleNamespace(name=n, num_embeddings=r, embedding_dim=4, feature_names=f)
-        for n, r, f in configs])
-    return module
+def collection(kind: type[Any], *tables: tuple[str, int, list[str]]) -> Any:
+    config = EmbeddingBagConfig if kind is EmbeddingBagCollection else EmbeddingConfig
+    return kind(tables=[config(name=n, num_embeddings=r, embedding_dim=4, feature_names=f)
+                        for n, r, f in tables])
 
 
 def test_tables_of_a_module_tree() -> None:
-    model = Module(
-        sparse=Module(ebc=fake_collection("embedding_bag_configs", ("t1", 10, ["a", "b"]))),
-        sequence=fake_collection("embedding_configs", ("t2", 6, ["c"])),
-        user=SimpleNamespace(num_embeddings=5, embedding_dim=2),
-        head=SimpleNamespace(in_features=3))
+    model = nn.ModuleDict({
+        "sparse": nn.ModuleDict({"ebc": collection(
+            EmbeddingBagCollection, ("t1", 10, ["a", "b"]))}),
+        "sequence": collection(EmbeddingCollection, ("t2", 6, ["c"])),
+        "user": nn.EmbeddingBag(5, 2), "head": nn.Linear(3, 1)})
     tables = analysis.tables_of(model)
     assert [(t.name, t.num_rows, t.dim, t.features) for t in tables] == [
         ("t1", 10, 4, ("a", "b")), ("t2", 6, 4, ("c",)), ("user", 5, 2, ("user",))]
-    stats = analysis.collect([{**BATCH, "user": np.array([4, 4, 0])}], model)
+    assert analysis.tables_of(model.get_submodule("sparse.ebc")) == TABLES[:1]
+    users = {"user": (torch.tensor([4, 4, 0]), torch.tensor([2, 0, 1]))}
+    stats = analysis.collect([(KJT, users)], model)
     check(stats)
     assert stats.tables["user"].head_ids.tolist() == [4, 0]
 
 
 def test_tables_of_one_name_are_prefixed_by_their_collection() -> None:
-    model = Module(
-        a=fake_collection("embedding_bag_configs", ("t", 10, ["a"]), ("u", 3, ["b"])),
-        b=Module(c=fake_collection("embedding_configs", ("t", 6, ["c"]))))
+    model = nn.ModuleDict({
+        "a": collection(EmbeddingBagCollection, ("t", 10, ["a"]), ("u", 3, ["b"])),
+        "b": nn.ModuleDict({"c": collection(EmbeddingCollection, ("t", 6, ["c"]))})})
     assert [(t.name, t.num_rows, t.features) for t in analysis.tables_of(model)] == [
         ("a.t", 10, ("a",)), ("u", 3, ("b",)), ("b.c.t", 6, ("c",))]
 
 
 def test_models_without_tables_and_other_objects_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="a module with embedding tables"):
-        analysis.tables_of(Module())
+        analysis.tables_of(nn.Linear(3, 1))
     with pytest.raises(InvalidInputError, match="sequence of TableSpec"):
         analysis.tables_of([1, 2])
     with pytest.raises(InvalidInputError, match="unique names"):
         analysis.Collector([TABLES[0], TABLES[0]])
-
-
-def test_real_torch_modules_and_kjts() -> None:
-    torch = pytest.importorskip("torch")
-    modules = pytest.importorskip("torchrec.modules.embedding_modules")
-    configs = pytest.importorskip("torchrec.modules.embedding_configs")
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    bags = modules.EmbeddingBagCollection(tables=[
-        configs.EmbeddingBagConfig(name=t.name, num_embeddings=t.num_rows, embedding_dim=t.dim,
-                                   feature_names=list(t.features)) for t in TABLES])
-    model = torch.nn.ModuleDict({"ebc": bags, "user": torch.nn.EmbeddingBag(5, 2)})
-    assert analysis.tables_of(bags) == TABLES
-    fake = fake_jagged()
-    kjt = sparse.KeyedJaggedTensor(
-        keys=fake.keys(), values=torch.tensor(fake.values()), lengths=torch.tensor(fake.lengths()))
-    check(analysis.collect([kjt], bags))
-    users = {"user": (torch.tensor([1, 1]), torch.tensor([2, 0, 0]))}
-    stats = analysis.collect([(kjt, users)], model)
-    check(stats)
-    assert stats.tables["user"].head_counts.tolist() == [2]
 
 
 def test_analysis_imports_neither_torch_nor_other_packages() -> None:
