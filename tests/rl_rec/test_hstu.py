@@ -102,32 +102,6 @@ def test_layers_are_those_of_their_definition(time_buckets: int) -> None:
 
 
 @torch.no_grad()
-def test_no_query_depends_on_anything_later() -> None:
-    model = make().double()
-    items, times = inputs(3, 8)
-    before = model.outputs(items, times)
-    for changed in ((items + (torch.arange(8) >= 5)[:, None], times),
-                    (items, times + 10 ** 6 * (torch.arange(8) >= 5))):
-        after = model.outputs(*changed)
-        assert torch.equal(before[:, :6], after[:, :6])
-        assert not any(torch.equal(before[:, k], after[:, k]) for k in range(6, 9))
-
-
-@torch.no_grad()
-def test_padding_reaches_no_query() -> None:
-    model = make().double()
-    items, times = inputs(3, 8)
-    lengths = [8, 3, 0]
-    padding = torch.arange(8) >= torch.tensor(lengths)[:, None]
-    junk = model.outputs(items.masked_fill(padding[..., None], 1e3), times.masked_fill(padding, 0))
-    together = model.outputs(items, times)
-    for b, length in enumerate(lengths):
-        assert torch.equal(junk[b, :length + 1], together[b, :length + 1])
-        alone = model.outputs(items[b:b + 1, :length], times[b:b + 1, :length])
-        torch.testing.assert_close(alone[0], together[b, :length + 1])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["gru4rec", "sasrec", "hstu"])
 def test_losses_of_histories_equal_those_of_single_steps(kind: str) -> None:
     """A batch's losses are the means over its steps, each evaluated alone."""
@@ -152,18 +126,6 @@ def test_losses_of_histories_equal_those_of_single_steps(kind: str) -> None:
         assert float(parts["reward"]) == pytest.approx(np.mean(rewards), rel=1e-4)
     ranked = 0.5 * np.mean(rewards) if ranks else 0.0
     assert float(loss) == pytest.approx(np.mean(actions) + ranked, rel=1e-4)
-
-
-@torch.no_grad()
-def test_only_the_recent_history_counts() -> None:
-    model = make(rank_weight=1.0)
-    batch = timed([30])
-    items = torch.arange(1, 41)
-    recent = part(batch, 30 - CONTEXT, 30)
-    torch.testing.assert_close(model.encode(batch), model.encode(recent))
-    torch.testing.assert_close(model.rewards(model.cache(batch), items[None]),
-                               model.rewards(model.cache(recent), items[None]))
-    assert not torch.allclose(model.encode(recent), model.encode(part(batch, 20, 30)))
 
 
 @torch.no_grad()
