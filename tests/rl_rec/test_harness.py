@@ -25,7 +25,6 @@ from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender, Sequences
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
 from oper.rl_rec.models.hstu import HSTU, HSTUConfig
-from oper.rl_rec.models.popularity import Popularity
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.rl_rec.ranking.metrics import NOTHING, Jagged, MetricOptions, RankingMetrics, top_k
@@ -68,13 +67,6 @@ def test_targets_are_ranked_and_histories_are_not(data: Interactions) -> None:
     assert evaluate_ranking(stale, data, "test").summary()["hit_rate@5"] < 0.9
     share = evaluate_ranking(knows, data, "test", users=np.array([4, 2]))
     assert share.users.tolist() == held.users[[4, 2]].tolist()
-
-
-def test_blocks_and_batches_change_nothing(data: Interactions) -> None:
-    model = Popularity(torch.from_numpy(data.popularity()))
-    one, other = (evaluate_ranking(model, data, "valid", block=b, batch_size=n).per_user
-                  for b, n in ((65536, 256), (5, 7)))
-    assert all(np.array_equal(one[m], other[m]) for m in one)
 
 
 def test_clusters_recover_the_tastes(data: Interactions) -> None:
