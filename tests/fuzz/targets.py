@@ -243,13 +243,16 @@ def change(good: bytes, rng: random.Random) -> bytes:
 
 
 def _change_member(good: bytes, rng: random.Random) -> bytes:
+    victim = rng.choice(zipfile.ZipFile(io.BytesIO(good)).namelist())
+    return rewritten(good, lambda name, data: change(data, rng) if name == victim else data)
+
+
+def rewritten(archive: bytes, member: Callable[[str, bytes], bytes]) -> bytes:
+    """Return an archive with the contents of each member replaced by `member(name, contents)`."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(good)) as before, zipfile.ZipFile(out, "w") as after:
-        names = before.namelist()
-        victim = rng.choice(names)
-        for name in names:
-            data = before.read(name)
-            after.writestr(name, change(data, rng) if name == victim else data)
+    with zipfile.ZipFile(io.BytesIO(archive)) as before, zipfile.ZipFile(out, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, member(name, before.read(name)))
     return out.getvalue()
 
 

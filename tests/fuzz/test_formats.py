@@ -1,7 +1,6 @@
 """Every format, read from random bytes and modified valid files; defects that fuzzing has found."""
 
 import functools
-import io
 import json
 import pickle
 import random
@@ -10,7 +9,6 @@ import resource
 import struct
 import subprocess
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,16 @@ from oper.errors import FileFormatError, OperError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
 from tests.fuzz.exchange import peer
-from tests.fuzz.targets import MEMORY, TARGETS, change, one, place, remove_files, seeds
+from tests.fuzz.targets import (
+    MEMORY,
+    TARGETS,
+    change,
+    one,
+    place,
+    remove_files,
+    rewritten,
+    seeds,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,13 +79,9 @@ def test_changed_lines_of_text(tmp_path: Path) -> None:
 
 def _archive(header: bytes) -> bytes:
     """Return an array file whose member has the given header."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(seeds("arrays")[0])) as before, \
-            zipfile.ZipFile(out, "w") as after:
-        for name in before.namelist():
-            after.writestr(name, b"\x93NUMPY\2\0" + struct.pack("<I", len(header)) + header
-                           if name.endswith(".npy") else before.read(name))
-    return out.getvalue()
+    return rewritten(seeds("arrays")[0], lambda name, data: (
+        b"\x93NUMPY\2\0" + struct.pack("<I", len(header)) + header
+        if name.endswith(".npy") else data))
 
 
 CASES: list[tuple[str, bytes]] = [
@@ -126,15 +129,13 @@ def _with_value(name: str, key: str, value: str) -> bytes:
 
 def _with_header(name: str, change: dict[str, Any]) -> bytes:
     """Return a valid array file with a changed header."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(seeds(name)[0])) as before, zipfile.ZipFile(out, "w") as after:
-        for member in before.namelist():
-            data = before.read(member)
-            if member == "header.json":
-                header = json.loads(data)
-                data = json.dumps(header | {"meta": header["meta"] | change}).encode()
-            after.writestr(member, data)
-    return out.getvalue()
+    def changed_header(member: str, data: bytes) -> bytes:
+        if member != "header.json":
+            return data
+        header = json.loads(data)
+        return json.dumps(header | {"meta": header["meta"] | change}).encode()
+
+    return rewritten(seeds(name)[0], changed_header)
 
 
 CHANGED: list[tuple[str, Callable[[], bytes]]] = [
