@@ -38,11 +38,11 @@ ALL = {"valid": "1/10"}
 Days = dict[str, list[tuple[str, str, str]]]
 
 
-def write_day(path: Path, day: int, num_rows: int = 900) -> list[tuple[str, str, str]]:
+def write_day(path: Path, day: int) -> list[tuple[str, str, str]]:
     """Write users, items (some missing) and tags of one day; later days also have new values."""
     rng = np.random.default_rng(day)
     rows = []
-    for _ in range(num_rows):
+    for _ in range(900):
         user = f"ü{min(int(rng.pareto(1.0)), 60) + 25 * day}"
         item = "" if rng.random() < 0.1 else f"i{min(int(rng.pareto(0.8)), 300) + 40 * day}"
         tags = "|".join(f"t{int(rng.pareto(1.0)) % 40 + 3 * day}"
@@ -334,11 +334,11 @@ def keys_of(row: Row) -> tuple[int, int, list[int], int]:
             [key_of_text(t) for t in tags.split("|") if t], at - (1 << 64) if at >> 63 else at)
 
 
-def write_log(path: Path, day: int = 0, num_rows: int = 500) -> list[Row]:
+def write_log(path: Path, day: int = 0) -> list[Row]:
     """Write users as strings (some missing), signed items, tags, and sites of 64 bits."""
     rng = np.random.default_rng(day)
     rows = []
-    for _ in range(num_rows):
+    for _ in range(500):
         user = "" if rng.random() < 0.1 else f"ü{'-' * int(rng.integers(0, 12))}{day}"
         low = -(1 << 63) if rng.random() < 0.02 else -30
         item = "" if rng.random() < 0.1 else str(low + int(rng.integers(0, 60)))

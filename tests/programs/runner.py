@@ -193,10 +193,10 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
     return totals
 
 
-def smallest(program: Program, finding: Finding, *, fault: str | None = None, local: bool = False,
-             budget: int = 250) -> tuple[Program, Finding]:
+def smallest(program: Program, finding: Finding, *, budget: int, local: bool = False
+             ) -> tuple[Program, Finding]:
     """Shrink a failing program; return it and its finding."""
-    worker: Any = Local(fault) if local else Processes(program.world_size, fault)
+    worker: Any = Local() if local else Processes(program.world_size)
     last = finding
 
     def fails(candidate: Program) -> bool:

@@ -433,13 +433,11 @@ def test_rewards_of_actions_that_were_never_logged() -> None:
 # ---- continuous actions --------------------------------------------------------------------------
 
 
-def trajectories(seed: int, size: int = 4, steps: int = 6) -> Trajectories:
-    g = torch.Generator().manual_seed(seed)
-    return Trajectories(torch.randn(size, steps, 5, generator=g),
-                        torch.rand(size, steps, 3, generator=g) * 2 - 1,
-                        torch.rand(size, steps, generator=g) * 10,
-                        torch.rand(size, steps, generator=g) * 50,
-                        torch.arange(steps) < torch.tensor([6, 3, 1, 4])[:, None])
+def trajectories() -> Trajectories:
+    g = torch.Generator().manual_seed(0)
+    return Trajectories(torch.randn(4, 6, 5, generator=g), torch.rand(4, 6, 3, generator=g) * 2 - 1,
+                        torch.rand(4, 6, generator=g) * 10, torch.rand(4, 6, generator=g) * 50,
+                        torch.arange(6) < torch.tensor([6, 3, 1, 4])[:, None])
 
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
@@ -448,7 +446,7 @@ def test_continuous_actions(backbone: str) -> None:
     torch.manual_seed(0)
     config = CDT4RecConfig(**SMALL | {"backbone": backbone, "reward_loss": "mse"})
     model = ContinuousCDT4Rec(config, 5, 3, returns=50.0, rewards=10.0).eval()
-    batch = trajectories(0)
+    batch = trajectories()
     acted, phi = model.act(batch), model.phi(batch)
     assert acted.shape == (4, 6, 3) and float(acted.detach().abs().max()) <= 1
     changed = batch._replace(states=batch.states.clone(), actions=batch.actions.clone())
