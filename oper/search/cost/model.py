@@ -91,8 +91,6 @@ class CostModel:
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.
         self.has_local = m.local_groups(self.phases)
-        #: Last results of `tally`, two per table: searches evaluate most placements several times.
-        self._tallies: dict[tuple[TableProblem, tuple[Piece, ...], bool], Tally] = {}
         #: float64 [W], nanoseconds per id of a pulled tier; 0 if one domain holds all ranks.
         self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 
@@ -322,14 +320,6 @@ class CostModel:
             pieces: its column pieces.
             ordered: whether positions are hotness ranks; else they are ids.
         """
-        key = t, pieces, ordered
-        if key not in self._tallies:
-            if len(self._tallies) >= 2 * len(self.problem.tables):
-                del self._tallies[next(iter(self._tallies))]
-            self._tallies[key] = self._tally(t, pieces, ordered)
-        return self._tallies[key]
-
-    def _tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
             total = total.plus(self.piece_tally(t, piece, ordered))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oper.plan import Piece
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (
     COPIES,
@@ -78,10 +79,13 @@ class Relaxation:
         phase_of: int64 [R], phase of each row; -1 for memory, -2 for rows that may exceed a phase.
         phase_weight: float64 [R, P]; a row is at most the sum over phases of weight x length.
         fixed_us: fixed cost of a step, microseconds.
+        tallies: the last tallies by index of a table and its placement, two per table: plans that
+            a search compares differ in few tables.
     """
 
     def __init__(self, model: CostModel, distinguished: Load | None = None) -> None:
         self.model, self.distinguished = model, distinguished
+        self.tallies: dict[tuple[int, tuple[Piece, ...]], Tally] = {}
         self.problem = model.problem
         self.tables = self.problem.free_tables
         self.rows = ResourceRows(model, [] if distinguished is None else

@@ -125,9 +125,13 @@ def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
 
 def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
     """Tally of a plan with the given placements of the relaxation's tables."""
-    total = relaxation.base_tally
-    for t, pieces in zip(relaxation.tables, placements, strict=True):
-        total = total.plus(table_tally(relaxation.model, t, pieces))
+    total, known = relaxation.base_tally, relaxation.tallies
+    for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
+        if (k, pieces) not in known:
+            if len(known) >= 2 * len(relaxation.tables):
+                del known[next(iter(known))]
+            known[k, pieces] = table_tally(relaxation.model, t, pieces)
+        total = total.plus(known[k, pieces])
     return total
 
 
