@@ -90,7 +90,7 @@ OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
   int64_t before = 0;
   for (int64_t start = 0; start < n; start += 256) {
     const int64_t k = start + me, own = k < n ? value(k) : 0;
-    int64_t sum = own;  // of this lane and those below it
+    int64_t sum = own;  // inclusive prefix sum over the lanes of the warp
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t more = warp.shuffle(sum, (warp.lane - distance) & 31);

@@ -35,7 +35,7 @@ enum Code : int64_t {
 enum class Point : int64_t {
   kBarrier,     // instead of a barrier, see Tables::barrier_in_hook
   kRows,        // before a forward pass reads rows
-  kPulledRows,  // the same if owners pool those of pushed tiers
+  kPulledRows,  // before it reads pulled rows only, since owners pool pushed ones
   kWeightRows,  // before rows are read for the gradient of weights
   kRequests,    // push: this rank's request has been written
   kPartials,    // push: the partial sums for all readers have been written

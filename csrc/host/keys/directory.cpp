@@ -110,7 +110,7 @@ std::vector<KeyCount> KeyDirectory::merge(
     std::inplace_merge(keys.begin(), keys.begin() + middle, keys.end(), by_hash);
   }
   if (keys.empty()) return keys;
-  size_t last = 0;  // counts of one key are added up
+  size_t last = 0;  // index of the key to which counts of equal keys are added
   for (size_t i = 1; i < keys.size(); ++i) {
     if (keys[i].hash == keys[last].hash)
       keys[last].count += keys[i].count;
