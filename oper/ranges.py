@@ -39,8 +39,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """How a field is read from a file that has it in another form: `parse` converts the value, or
-    raises ValueError or TypeError; `expected` describes accepted values in an error."""
+    """How to convert a field from its form in a file, if that differs from its form in memory.
+
+    Attributes:
+        parse: converts the value of the file; raises ValueError or TypeError if it is invalid.
+        expected: describes the accepted values in an error.
+    """
 
     parse: Callable[[Any], Any]
     expected: str

@@ -139,7 +139,8 @@ def _own_behaviour(target: Target) -> str:
 
 
 def _warn_of_unsharded(module: nn.Module, reasons: Mapping[str, str]) -> None:
-    """Warn of modules with tables that stay unsharded, by path those with `reasons` and others."""
+    """Warn of modules whose tables stay unsharded: those with `reasons` (reason by path), and
+    TorchRec's fused collections."""
     others = dict(reasons)
     fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
     if fused is not None:

@@ -225,7 +225,7 @@ class Connection:
         self._watch()
 
     def _abandon(self) -> None:
-        """Give up a request that will remain incomplete."""
+        """Tell the application that the current request's body will not be complete."""
         if self._in_body and not self._ends:
             self._app.abandon(self._request)
         self._in_body = False

@@ -109,7 +109,8 @@ class LookedUp:
         by: the `oper.shmem.micro_batches.Parts` within which the result is valid.
         num_flushes: `LogicalRows.num_flushes` of the tables before the rows were read.
         given: the caller's batch, before `BoundsCheck` replaced invalid ids.
-        versions: `given.versions()` before its tensors were read.
+        versions: `given.versions()` before the tensors were read; compared when the result is
+            used, since the program must not write to them meanwhile.
         out, offsets: the result of `ShardedTables.forward`.
     """
 

@@ -305,7 +305,7 @@ class NormalActor(nn.Module):
 
 
 def acting(network: nn.Module) -> Policy:
-    """Make the policy that applies a network to the current, `normalised` observation."""
+    """Return the policy that applies `network` to the latest observation, after `normalised`."""
     return lambda past: network(normalised(past.states[:, -1]))
 
 

@@ -136,8 +136,9 @@ class Checker:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
-        """Cost of each unit at the leaf's prices, float64 [..., C, F]. It includes the part of the
-        unit that the owner of the largest piece reads in any case."""
+        """Return the cost at the leaf's prices of one unit of each of F features, if owned by each
+        of C classes of ranks, float64 [..., C, F]. This includes the part of a unit that the
+        owner of the largest piece reads as every rank does."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)

@@ -82,7 +82,7 @@ class Probe:
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:
-        """Loads of each feature of a table's rows, held in the way `kind` of
+        """Loads of each feature of a table's rows that are held as `kind`, one of
         `oper.search.cost.space.KINDS`.
 
         The result is [2, C, 4, ...]: loads of a piece of all columns, and the part that does not

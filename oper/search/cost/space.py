@@ -49,8 +49,8 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
-    """Whether rows of table `name` may be held in the way `kind` (one of `KINDS`); `rank` is the
-    owner, if the way has one."""
+    """Return whether the constraints allow rows of table `name` to be held as `kind`, one of
+    `KINDS`; `rank` is their owner, ignored for replicated and copied rows."""
     places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places

@@ -220,8 +220,13 @@ def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share
 
 def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
              by_rank: np.ndarray) -> Plan:
-    """The plan, given the class of every block, the replicated share of each class [H], and the
-    bytes of other rows by rank [W]."""
+    """Turn the solution of the linear program into a plan.
+
+    Args:
+        of_block: class of every block, over all tables.
+        replicated: share of each class that is replicated, float64 [H].
+        by_rank: bytes of other rows on each rank, float64 [W].
+    """
     world = problem.machine.world_size
     weight = np.rint(by_rank / max(float(by_rank.max()), 1e-300) * _MAX_WEIGHT).astype(np.int64)
     if weight.max() == 0 or weight.sum() > MAX_PATTERN:

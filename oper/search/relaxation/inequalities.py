@@ -64,7 +64,7 @@ class OwnerRows:
     If ranks are unequal, the owner is assumed to read as fast as the fastest rank.
 
     Args:
-        rows: the resource rows; the indices of owner rows follow theirs.
+        rows: the resource rows; the indices of these rows follow theirs.
         pieces: the pushed pieces, with their tables.
         options: ways to place a block.
         distinguished: the load that determines the distinguished host, see `Relaxation`.
@@ -105,7 +105,7 @@ class OwnerRows:
         self.every = self.asked(units.every).min(axis=0)
 
     def asked(self, units: np.ndarray) -> np.ndarray:
-        """Consumption of the owner rows by units.
+        """Return what units contribute to each inequality.
 
         Own time is counted on the rank where it is least. SPREAD rows count the least bytes that a
         rank of another host reads, over the fastest links; APART rows the least link time of the

@@ -164,7 +164,8 @@ class Relaxation:
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
     def _block_costs(self, owners: OwnerRows) -> np.ndarray:
-        """`coefficients` and `per_stream`; owner rows follow the resource rows."""
+        """Return `coefficients` and `per_stream`; the rows of inequalities about the owner of the
+        largest piece follow the resource rows."""
         rows, units, number = self.rows, self.units, self.rows.phase_of.size
         out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES,
                         number + owners.phase_of.size))
@@ -178,14 +179,14 @@ class Relaxation:
                 if option.kind == kind:
                     out[:, :, o] = [units.by_owner(x, option.rank_class) for x in asked]
         for o, option in enumerate(self.options):
-            if option.kind == COPIES:  # owner rows stay 0, a valid lower bound
+            if option.kind == COPIES:  # inequalities about owners get 0, a valid lower bound
                 for k, t in enumerate(self.tables):
                     out[0, k, o, :, :number] = [rows.of_tally(x)
                                                 for x in copy_tallies(self.model, t)]
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
-        """Append the owner rows to the resource rows."""
+        """Append the inequalities about the owner of the largest piece to the resource rows."""
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         self.inequalities = owners.inequalities
@@ -218,7 +219,8 @@ class Relaxation:
         self.tiers_pushed = (ids * push * passes
                              + bags * costs.push_bag_ns * self.every[Row.FORWARD_NS])
         own = np.zeros((len(self.options), self.phase_of.size))
-        timed = self.rows.phase_of.size  # 0 in owner rows: that owner may push none of these ids
+        # Inequalities about the owner of the largest piece get 0: it may push none of these ids.
+        timed = self.rows.phase_of.size
         for o in np.flatnonzero(self.pushes):
             mine = self.rows.unit[self.options[o].rank_class]
             own[o, :timed] = costs.push_ns * mine[list(model.passes)].sum(axis=0)

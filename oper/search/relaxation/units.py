@@ -81,7 +81,7 @@ class UnitRows:
                 shared[..., self._first])
 
     def of(self, kind: str) -> np.ndarray:
-        """Units of the features of every table's rows, held in the way `kind` of `row_makers`.
+        """Units of the features of every table's rows that are held as `kind`, see `row_makers`.
 
         Returns:
             float64 [3, 2, C, T, 4, 23]; see WHOLE for the first axis.

@@ -111,8 +111,7 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
-        """Add a piece's bytes to `exchange`; returns each rank's own tally rows, float64 [23, W].
-        """
+        """Add a piece's bytes to `exchange`; return each rank's counts (`Row`), float64 [23, W]."""
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
         features = self._features(len(piece.tiers), placed, batches)

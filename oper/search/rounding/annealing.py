@@ -380,7 +380,7 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class and feature of rows placed in the way `kind`: the owner's excess over
+        """Tally rows by class and feature of rows held as `kind`: the owner's excess over
         other ranks of its class, per column and per id stream, and the same two for all ranks of
         the class; four arrays float64 [T, C, 4, 23]."""
         found = self.relaxation.units.of(kind)

@@ -137,11 +137,12 @@ class MeasuredTables(LogicalRows):
         return spans_of(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:
-        """Return the counts of rows, ids, sums and gradients that this rank has read, by table and
-        by the rank whose memory they came from. Not collective; call it between batches.
+        """Return how many rows, ids, partial sums and gradients this rank has read, by table and by
+        the rank whose memory it read them from. Not collective; call it between batches.
 
         Args:
-            reset: set the counters to zero afterwards; by default counts accumulate under a plan.
+            reset: set the counters to zero afterwards; by default they count on until the tables
+                move to another plan.
         """
         self._check_open()
         return kernel_traffic(self, self.handle, reset)

@@ -52,8 +52,8 @@ _GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED, _KEYS = range(6)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 59
-# In place of a checksum of settings: this rank's group is late (`is_late`), or its ranks have
-# frozen different tables.
+# Sent instead of the checksum of settings if this rank's group is late (`is_late`), or if its
+# ranks have frozen different tables.
 _LATE, _DIFFERED = -1, -2
 _Rows = Iterator[tuple[int, str, torch.Tensor, list[torch.Tensor]]]
 
