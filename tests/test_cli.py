@@ -147,7 +147,7 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
 def test_bad_values_of_flags_are_usage_errors(words: list[str], tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch,
                                               capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is read, written or begun."""
+    """The error is raised before anything is read, written or begun."""
     monkeypatch.chdir(tmp_path)
     try:
         code = cli.main(words)
@@ -271,7 +271,7 @@ def test_a_closed_stderr_leaves_stdout_to_results() -> None:
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
     "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_names_that_are_not_utf8_are_printed_as_bytes(locale: dict[str, str]) -> None:
-    """Not by Python's surrogates, from which the name of the file cannot be determined."""
+    """Python's surrogates would not tell the user the name of the file."""
     done = subprocess.run([sys.executable, "-m", "oper", "explain", b"/no/\xff.json"], cwd=ROOT,
                           capture_output=True, check=False, env={**os.environ, **locale})
     assert done.returncode == 1

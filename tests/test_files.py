@@ -55,7 +55,7 @@ def test_a_file_that_leaves_the_cache_is_written_to_disk_first(
 
 
 def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
-    """Also if the writing library raises another error."""
+    """The path is reported even if the writing library raises another error."""
     def by_library() -> None:
         with atomic_write(tmp_path / "x"):
             try:
@@ -187,7 +187,7 @@ def test_a_member_with_false_sizes_is_refused(path: Path, member: bytes) -> None
 
 
 def test_a_small_member_that_claims_much_is_refused(path: Path) -> None:
-    """Before memory is allocated for it."""
+    """It is refused before memory is allocated for it."""
     text = b"{'descr': '<u2', 'fortran_order': False, 'shape': (10000000000,), }\n"
     rewrite(path, {"arrays": {"ids": ["<u2", [10**10]]}},
             members={"ids.npy": b"\x93NUMPY\x02\x00" + bytes(4) + text})

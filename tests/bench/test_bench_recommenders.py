@@ -68,7 +68,7 @@ def test_stored_runs_are_reported_without_training(tmp_path: Path) -> None:
 
 
 def test_runs_on_another_log_are_not_used(tmp_path: Path) -> None:
-    """Not even if the numbers of users, items and interactions are equal."""
+    """They are not used even if the numbers of users, items and interactions are equal."""
     entries = []
     for forwards in (True, False):
         write_log(tmp_path, forwards)
@@ -213,7 +213,7 @@ def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -
 
 
 def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a trial, with the same result as a search without interruption."""
+    """A search stopped in the middle of a trial ends with the result of one never stopped."""
     write_log(tmp_path)
     monkeypatch.setenv("OPER_DATA", str(tmp_path))
 

@@ -82,7 +82,7 @@ def test_few_kernels_on_one_rank(on_device: None) -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
-    """Without the two barriers, which virtual ranks do not launch."""
+    """The count is without the two barriers, which virtual ranks do not launch."""
     for forward, backward in launches(size):
         assert 0 < forward + backward + 2 <= 30
 

@@ -403,7 +403,7 @@ def test_batches_without_equal_bags_are_recognised(folder: Path) -> None:
 
 @pytest.mark.parametrize("guard", ["off", "stop"])
 def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None:
-    """In a sharded collection (variable batch size per feature) and in a published one."""
+    """Checked in a sharded collection (variable batch size per feature) and a published one."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper

@@ -142,7 +142,7 @@ def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
 def test_a_column_whose_bags_are_empty_throughout_the_training_part(
     tmp_path: Path, by: str, options: dict[str, Any]
 ) -> None:
-    """Also with a finished vocabulary, none of whose values the training part then uses."""
+    """A finished vocabulary, none of whose values the training part uses, is accepted, too."""
     recipe = recipe_from_dict(COLUMNS | {"split": {"by": by}})
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(

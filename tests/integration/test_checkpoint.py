@@ -267,7 +267,7 @@ def go_on_in_half(rank: int, world_size: int, plan: int, steps: range, load: str
 
 @pytest.mark.parametrize("labels, plan", [("a", 3), ("aa", 102), ("ab", 104)])
 def test_16_bit_rows_move_between_plans_and_hosts(labels: str, plan: int, tmp_path: Path) -> None:
-    """From two ranks to one, to two under another plan, and to two that do not share memory."""
+    """Two ranks save; one, two under another plan, and two that share no memory load."""
     first = str(tmp_path / "first")
     held = run_ranks(go_on_in_half, 2, 101, range(3), None, first)
     dtypes = {v.dtype for v in held.values()}

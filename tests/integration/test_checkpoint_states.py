@@ -116,7 +116,7 @@ def test_states_of_nested_optimizers_and_their_additional_values(in_delta: bool,
 
 
 def test_paths_below_module_are_those_of_earlier_checkpoints() -> None:
-    """Without the prefix that DistributedDataParallel would add, unless the rest is another's."""
+    """Paths lack DistributedDataParallel's prefix, unless two modules differ only in the prefix."""
     alone = oper.shard(nn.ModuleDict({"module": nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4)})}),
                        optimizer=oper.SGD(lr=0.1))
     assert set(_bare_modules(alone)) == {"bag"}

@@ -186,7 +186,7 @@ def test_a_damaged_delta_is_reported(chain: Path, tmp_path: Path, harm: str) -> 
 
 
 def test_deltas_of_another_checkpoint_are_ignored(chain: Path, tmp_path: Path) -> None:
-    """As after a crash immediately after a new full checkpoint."""
+    """A crash right after a new full checkpoint leaves the deltas of the one before."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
     model = sharded(1, 3, seed=4)
@@ -232,7 +232,7 @@ def test_a_server_sees_no_gap_while_a_resumed_run_removes_deltas(
 
 
 def test_the_previous_checkpoint_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
-    """As after a crash between the two renames of a full checkpoint."""
+    """A crash between the two renames of a full checkpoint leaves only `c.previous`."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
     folder.rename(folder.with_name("c.previous"))

@@ -72,7 +72,7 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str
 
 @pytest.mark.parametrize("world_size, rule, every", [(1, 1, 3), (2, 0, 1)])
 def test_a_chain_restores_the_run(world_size: int, rule: int, every: int, tmp_path: Path) -> None:
-    """On the same ranks, on others, and after further steps."""
+    """The state is restored on the same ranks, on another number of ranks, and after more steps."""
     folder = str(tmp_path / "c")
     (held, *_) = run_world(world_size, saved_run, folder, rule, every, STEPS)
     chain = find(tmp_path / "c", tmp_path / "c")
@@ -143,7 +143,7 @@ def test_a_chain_ends_when_the_time_to_live_changes(tmp_path: Path) -> None:
 
 
 def test_deltas_free_slots(tmp_path: Path) -> None:
-    """A key whose time is over returns, and must be counted again before it gets a row."""
+    """A key evicted after `time_to_live` that returns is counted anew before it gets a row."""
     model = shard(bag(5), oper.DynamicTable(admit_after=2, time_to_live=2))
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
         one_key(model, 1, 1, 2, 2)

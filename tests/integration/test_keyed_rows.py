@@ -157,7 +157,7 @@ class Served(nn.Module):
 
 
 def test_published_tables_equal_the_dynamic_one() -> None:
-    """Before and after another publication; unknown keys get the default row."""
+    """They are equal before and after a second publication; unknown keys get the default row."""
     model = dynamic()
     plain = Served()
     publication = oper.publish(plain, "test-keyed-rows", weights=Served.state_of(model))

@@ -274,7 +274,7 @@ def test_intact_files_with_other_contents_are_refused(
 def test_a_checkpoint_that_is_removed_while_it_is_read_changes_nothing(
     run: Path, publish: Callable[..., oper.Publication], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a training run that saves the next ones while a server reads this one."""
+    """A training run may replace a checkpoint while a server reads it."""
     served = publish(run)
     before, opened = bits_of(served.name), weights._common_prefix
     monkeypatch.setattr(weights, "_common_prefix", lambda *given: (

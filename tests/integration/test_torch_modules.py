@@ -106,7 +106,7 @@ def test_padding_synchronizes_with_a_device_once() -> None:
     oper.RowWiseAdagrad(lr=0.1, eps=1e-8), oper.RowWiseAdagrad(lr=0.1, weight_decay=0.5),
     oper.Adam(lr=0.1, weight_decay=0.5)], ids=str)
 def test_padding_rows_keep_weight_and_state(optimizer: Any) -> None:
-    """Also with weight decay, which changes other looked-up rows."""
+    """Weight decay changes the other rows that are looked up, but not the padding rows."""
     for module in (nn.Embedding(40, 8, padding_idx=3), nn.EmbeddingBag(40, 8, padding_idx=3)):
         sharded = shard_bag(module, optimizer=optimizer)
         sharded(torch.tensor([[3, 1, 3], [3, 3, 2]])).sum().backward()

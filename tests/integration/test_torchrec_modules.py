@@ -181,7 +181,7 @@ def test_a_variable_batch_needs_inverse_indices() -> None:
 
 
 def test_inverse_indices_must_be_bags_of_their_feature() -> None:
-    """Even if another feature has that many bags, and in a compiled graph."""
+    """They are refused even if another feature has that many bags, and in a compiled graph."""
     sharded = oper.shard(EmbeddingBagCollection(tables=[EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])]),
         optimizer=oper.SGD())

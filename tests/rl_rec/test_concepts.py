@@ -72,7 +72,7 @@ def graph_of(data: Interactions, shares: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("k, activity", [(4, 0.0), (6, 0.0), (2, 0.8), (4, 0.8)])
 def test_independent_counts_have_no_edges(k: int, activity: float, seed: int) -> None:
-    """Even if users differ in activity."""
+    """No edges are found even if users differ in activity."""
     data = drawn(expected_counts({}, k, activity, seed), seed)
     assert not graph_of(data, known_clusters(k, data)).any()
 

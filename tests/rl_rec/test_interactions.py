@@ -234,7 +234,7 @@ def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None
 
 
 def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:
-    """With a shop's log of five products per invoice."""
+    """The log has five products per invoice; a split must not separate them."""
     lines = ["InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country"]
     lines += [f"{100 * c + v},{10 * v + k},x,1,2011-0{v}-01 08:2{k // 3}:00,2.5,{c}.0,UK"
               for c in range(1, 7) for v in range(1, 5) for k in range(5)]

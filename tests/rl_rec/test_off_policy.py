@@ -446,7 +446,7 @@ def test_a_high_return_beats_the_behaviour_policy() -> None:
 
 
 def test_logs_without_customers_are_refused() -> None:
-    """So no policy can be trained on one, and no target return chosen."""
+    """On a log without customers no policy can be trained and no target return chosen."""
     steps = offline.graded_visits(SHOP, "random", 3, seed=1).steps
     absent = steps.valid & (torch.arange(3) != 1)[:, None]
     for wrong, message in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),

@@ -206,7 +206,7 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
 
 @pytest.mark.parametrize("units", [(0, 256), (256, 0), (1, 3)])
 def test_ranks_own_their_units_of_pulled_rows(units: tuple[int, int]) -> None:
-    """Including a rank that owns all units."""
+    """One of the ranks owns all units."""
     allowed = frozenset({"striped", "owned", "pull"})
     annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=allowed))
     found = annealed.run(1_000, 0.0, 1)

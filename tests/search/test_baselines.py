@@ -92,7 +92,8 @@ def test_long_bags_are_pushed_and_hot_single_ids_are_not(length, exponent, pushe
 
 
 def test_lookups_between_hosts_are_pushed_if_that_sends_less():
-    """Also in inference, since all ranks take part anyway; in a host, ranks would wait."""
+    """Inference pushes between hosts, too, as all ranks take part anyway, but not in a host,
+    where ranks would have to wait."""
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [40.0] * 8, [0.4] * 8, 4096)
     for per_host, pushes in ((1, True), (4, False)):
         topology = gpus(4, per_host=per_host, memory_bytes=2.5e9)  # of 4.1e9 for all tables

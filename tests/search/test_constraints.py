@@ -228,8 +228,8 @@ def test_the_bound_is_that_of_the_smaller_space() -> None:
 @pytest.mark.parametrize("optimizers", [("lamb",), ("lamb", "adam")])
 def test_rows_that_may_not_be_striped_are_divided_by_ranges(
         optimizers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If own time binds, one owner of a table is slower than several owners of its rows, although
-    these send more."""
+    """If ranks' compute is the bottleneck, a table with one owner is slower than one with several,
+    although these send more."""
     problem = stated(optimizers, cross_gbps=gpus(4, per_host=2).domains[0].cross_gbps)
     plan = plan_problem(problem, target_gap=0.03)
     tables = [t for t in plan.tables if t.table.optimizer == "lamb"]

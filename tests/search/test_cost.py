@@ -75,7 +75,7 @@ def test_cost_of_replicas():
 
 
 def test_changed_rows_follow_all_gradients():
-    """With unequal links, the slowest rank of each exchange counts, not of their sum."""
+    """With unequal links, the time of each exchange is that of its slowest rank."""
     tier, alike = Tier(0, 64, "replicated", (0, 1, 2, 3)), gpus(4, per_host=1)
     slow = replace(alike, domains=tuple(
         replace(d, cross_gbps=25.0 / (1 + r)) for r, d in enumerate(alike.domains)))

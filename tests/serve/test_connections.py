@@ -206,7 +206,7 @@ def test_a_client_that_reads_late_gets_all_answers_and_may_go_on(server: Server)
 
 @pytest.mark.parametrize("rest", [b"", b"GET /v2", message(4)[:-1]])
 def test_a_client_that_has_finished_sending_gets_its_answers(server: Server, rest: bytes) -> None:
-    """Also if its last request is incomplete."""
+    """The client gets them even if its last request is incomplete."""
     with connect(server) as half:
         half.sendall(message(1) + message(2) + rest)
         half.shutdown(socket.SHUT_WR)

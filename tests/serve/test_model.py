@@ -197,7 +197,7 @@ def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> Non
 
 def test_a_folder_without_configuration_is_one_error(tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    """One of an interrupted copy, say."""
+    """An interrupted copy, for instance, leaves such a folder."""
     write_run(tmp_path, 1)
     (tmp_path / CONFIG).unlink()
     assert cli.main(["serve", str(tmp_path)]) == 1
@@ -327,7 +327,7 @@ def test_workers_of_a_program_score_and_end_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
-    """As from a terminal or a service manager: starting workers receive the signal, too."""
+    """A terminal or service manager signals the workers, too, which are still starting."""
     with serving("tests.serve_support:Sums", folder=tmp_path, env={"TMPDIR": str(tmp_path)},
                  start_new_session=True) as process:
         threads = Path(f"/proc/{process.pid}/task")

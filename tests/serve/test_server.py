@@ -200,7 +200,7 @@ def test_health_and_metadata(server: Server, client: Client) -> None:
         "/metrics", "/v2", "/v2/models/sums", "/v2/models/sums/ready", "/v2/health/live",
         "/v2/health/ready"))])
 def test_other_methods_are_refused(server: Server, path: str, allowed: str) -> None:
-    """As RFC 9110 requires: status 405 and the allowed methods."""
+    """The answer is status 405 with the allowed methods, as RFC 9110 requires."""
     host, port = server.address.split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "POST", "GET", "HEAD"):
@@ -227,7 +227,7 @@ def test_connections_are_spread_evenly(server: Server) -> None:
 
 
 def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
-    """Not even connections of which it should get most, as it has the fewest."""
+    """Nor does it keep those waiting that it should get because it has the fewest connections."""
     request = random_request(np.random.default_rng(0), 2)
     with (Server(Sums(3.0), ServeOptions(port=0, workers=2)) as server,
           ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as clients):
@@ -398,7 +398,7 @@ def cpu_s(pid: int) -> float:
 
 
 def test_an_idle_worker_polls_for_a_while() -> None:
-    """With `spin_us`, after a request only, and then it sleeps; scores are the same."""
+    """With `spin_us` a worker polls after each request, then sleeps; scores are the same."""
     options = ServeOptions(port=0, workers=1, spin_us=5e5)
     with Server(Sums(), options) as server, Client(server.address, timeout_s=30) as client:
         (pid,) = server.worker_pids

@@ -353,7 +353,7 @@ def test_rows_without_counts_follow_in_the_order_of_ids() -> None:
 
 
 def test_a_range_of_one_type_equals_a_table_of_that_type() -> None:
-    """Also holds if the type of all tiers differs from the table's."""
+    """They are equal even if the type of all tiers differs from the table's."""
     values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(4))
     spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")
     for dtype in ("int4", "float16", "int8"):

@@ -333,7 +333,7 @@ def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
 
 
 def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
-    """Also after resuming; steps before the resumption are not traced."""
+    """They are also after resuming; steps before the resumption are not traced."""
     run = {"max_steps": 4, "checkpoint_every": 2}
     train(config(prepared, tmp_path / "run", **run), show_progress=False)
     path = tmp_path / "trace.json"

@@ -109,7 +109,7 @@ def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
 
 def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tmp_path: Path
                                                                ) -> None:
-    """From the run's state or only its checkpoint, over HTTP and in the same process."""
+    """Served from the run's state or only its checkpoint, over HTTP and in the same process."""
     run = tmp_path / "run"
     flags = {"dynamic.admit_after": 2, "dynamic.time_to_live": 9, "max_steps": 12}
     trained = config(raw, run, checkpoint_every=12, **flags)
@@ -187,7 +187,8 @@ def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None
 
 
 def test_a_run_continues_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: Path) -> None:
-    """From a checkpoint and two deltas."""
+    """The run stops after a checkpoint and two deltas, resumes from them, and then starts a new run
+    from the complete one."""
     flags = {"checkpoint_every": 6, "delta_every": 2, "dynamic.admit_after": 2}
     whole = train(config(raw, tmp_path / "whole", **flags), show_progress=False)
     train(config(raw, tmp_path / "part", max_steps=10, **flags), show_progress=False)
@@ -213,7 +214,7 @@ def measured(raw: Prepared, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
 
 
 def test_metrics_count_keys(measured: TrainConfig) -> None:
-    """By table, events since the previous line, without those of validations."""
+    """A line has each table's events since the previous line, without those of validations."""
     run, folder = measured, Path(measured.out)
     found = test_train.lines(folder)
     steps = [x["keys"] for x in found if x["event"] == "train"]
