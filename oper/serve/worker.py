@@ -31,7 +31,7 @@ _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is killed
 _YIELD_S = 0.25  # how long a connection waits for workers with fewer connections, if these are busy
 _STEP_S = 0.002  # first of the growing pauses until it checks whether these have accepted it
-_BUSY_S = 1.0  # how long further connections do not wait after that
+_BUSY_S = 1.0  # if they did not: for how long it accepts further connections without waiting
 _SILENT_S = 60.0  # how long a repeated error is not logged again
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 

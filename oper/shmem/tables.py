@@ -328,8 +328,8 @@ class ShardedTables(TableUpdates):
         return out, offsets
 
     def refuse_lookup(self, error: Exception) -> None:
-        """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
-        `error`; `lookup` does the same for an invalid `Lookup`."""
+        """Make all ranks skip the current batch, because `error` kept this rank from making a
+        `Lookup` of it; `lookup` does the same for an invalid `Lookup`."""
         collective = self.optimizers is not None and (
             torch.is_grad_enabled() and self.is_trained())
         if self.turns.parts is not None:

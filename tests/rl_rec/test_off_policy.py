@@ -428,7 +428,7 @@ def test_the_oracle_is_best() -> None:
 
 
 def test_a_high_return_beats_the_behaviour_policy() -> None:
-    """Trained on the medium log; a higher target return gives more clicks."""
+    """After training on the log of medium quality, a higher target return gives more clicks."""
     log = offline.graded_visits(SHOP, "medium", 500, seed=1)
     config = CDT4RecConfig(dim=32, layers=1, steps=16, dropout=0.0, reward_loss="mse",
                            reward_weight=0.3, gamma=1.0)

@@ -212,7 +212,7 @@ def test_the_only_sending_rank_has_its_hosts_whole_link() -> None:
 
 @pytest.mark.parametrize("topology", [gpus(4, per_host=1), gpus(4), host(3)])
 def test_nothing_changes_where_no_link_is_shared(topology: Topology) -> None:
-    """One rank per host, or a single host; one rack, or one rack per host."""
+    """No link is shared with one rank per host or a single host, one rack or one rack per host."""
     before = problem(5, 2, topology, allow=EVERYTHING)
     plan = random_plan(before, np.random.default_rng(3), KINDS)
     step = evaluate(plan, before).step_us

@@ -410,8 +410,8 @@ def test_slow_uplinks_separate_groups(uplink: float, every: int, groups: int) ->
 
 @pytest.mark.parametrize(("optimizer", "samples"), [("rowwise_adagrad", 2), ("sgd", 4)])
 def test_a_synchronization_sends_the_expected_rows(optimizer: str, samples: int) -> None:
-    """Compared with draws of ids: every rank sends what it owns of its group's updated rows; with
-    SGD, of all groups' updated rows."""
+    """The expected bytes equal those of drawn ids: every rank sends the rows that it owns and its
+    group has updated; with SGD, those that any group has updated."""
     table = replace(TABLES[0], optimizer=optimizer)
     counts = (1e6 / np.arange(1, ROWS + 1) ** 1.2).astype(np.int64) + 1
     stats = skewed()

@@ -93,7 +93,8 @@ class PartTable {
   int64_t num_numbers_ = 0;
 };
 
-// The element of `addresses`, int64 [arrays of a rank and table, W, T], for a part of a message.
+// The address of part number `index` of the message to or from `rank` about a table; `addresses` is
+// int64 [parts, W, T].
 int64_t& at(const Tensor& addresses, int index, int32_t rank, int64_t table) {
   STD_TORCH_CHECK(index < addresses.size(0), "internal: no address for part of a message");
   return static_cast<int64_t*>(

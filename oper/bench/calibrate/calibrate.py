@@ -378,7 +378,13 @@ class _Clock:
         return np.asarray(phases.max(axis=2).sum(axis=1))
 
     def residuals(self, phases: np.ndarray, barrier: float) -> dict[str, tuple[float, float]]:
-        """Median and largest relative error by phase, and of ``"step"``."""
+        """Return the median and the largest relative error of predicted times, by phase and for the
+        whole ``"step"``.
+
+        Args:
+            phases: predicted times, float64 [S, 3, W].
+            barrier: time of a barrier, in the same unit.
+        """
         error = np.abs(phases[self.busy] / self.phases - 1.0)
         number = np.broadcast_to(np.arange(len(_PHASES))[None, :, None], self.busy.shape)[self.busy]
         found = {name: error[number == k] for k, name in enumerate(_PHASES)}

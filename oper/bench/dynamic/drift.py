@@ -113,8 +113,16 @@ class DriftCase:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """A preprocessed log: names of its sparse columns, number of dense ones, batches in order of
-    time, day of every row int64 [N], labels [N], and access statistics."""
+    """A preprocessed log in order of time.
+
+    Attributes:
+        columns: names of the sparse columns.
+        num_dense: number of dense columns.
+        batches: batches of N rows in total.
+        days: day of every row, int64 [N].
+        labels: label of every row, [N].
+        stats: access statistics.
+    """
 
     columns: tuple[str, ...]
     num_dense: int

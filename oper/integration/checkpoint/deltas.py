@@ -196,7 +196,7 @@ class DeltaCheckpoints:
         self._folder, self._number, self._since = folder, self._number + 1, step
 
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """Copy all values to save other than table rows."""
+        """Return a copy of everything that a delta saves besides rows of tables."""
         with rows_never():
             state, values = state_of(self._model, self._optimizer), dict(extra or {})
             check_readable("cannot save a delta", state | {"extra": values})

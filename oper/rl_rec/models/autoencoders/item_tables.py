@@ -44,7 +44,13 @@ class ItemBags(nn.Module):
 
     def lookups(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
                 ) -> KeyedJaggedTensor:
-        """Make the KJT of items int64 [L], lengths int64 [B] and weights float32 [K, L]."""
+        """Make a `KeyedJaggedTensor` with the same bags for each of the K features.
+
+        Args:
+            items: item ids of all bags, int64 [L].
+            lengths: items of each user, int64 [B].
+            weights: weight of each item in each feature, float32 [K, L].
+        """
         k = len(self.features)
         return KeyedJaggedTensor(self.features, items.repeat(k), weights.reshape(-1),
                                  lengths=lengths.repeat(k), stride=lengths.numel())
