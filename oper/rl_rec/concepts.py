@@ -37,7 +37,8 @@ def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor
     """
     k = config.num_concepts
     if shares is None and edges is not None:
-        raise InvalidInputError("edges without shares: expected both, or neither")
+        raise InvalidInputError("cannot use this graph", "shares", None,
+                                "given, since edges are", "pass shares, or leave out edges")
     if shares is None and config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
     if shares is None:

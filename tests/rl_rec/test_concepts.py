@@ -210,7 +210,7 @@ def test_h_is_zero_only_for_acyclic_graphs(support: torch.Tensor) -> None:
 
 
 def test_a_cycle_is_named() -> None:
-    with pytest.raises(InvalidInputError, match=r"cycle among concepts \[0, 1\]"):
+    with pytest.raises(InvalidInputError, match=r"cycle: concepts=\[0, 1\]"):
         topological_order(torch.tensor([[False, True, False], [True, False, True],
                                         [False, False, False]]))
 

@@ -217,7 +217,9 @@ class CaDVAE(Recommender):
         self.masks = nn.ModuleList(_Residual(c.dim) for _ in range(k)) if (
             c.layer == "nonlinear") else None
         if self.masks is not None and self.free:
-            raise InvalidInputError("the non-linear layer needs a given graph, not a free one")
+            raise InvalidInputError("cannot build the causal layer", "layer", c.layer,
+                                    "'linear' with a free graph",
+                                    "pass a graph, or set layer='linear'")
 
     @property
     def adjacency(self) -> torch.Tensor:
@@ -278,7 +280,8 @@ class CaDVAE(Recommender):
             value: v, float32 [d] or [B, d].
         """
         if not 0 <= concept < z.shape[1]:
-            raise InvalidInputError(f"concept {concept}: expected 0 <= concept < {z.shape[1]}")
+            raise InvalidInputError("cannot intervene", "concept", concept,
+                                    f"0 <= concept < {z.shape[1]}", "pass one of the concepts")
         support = self.support()
         a = self.adjacency * support
         after = list(z.unbind(1))
@@ -478,4 +481,5 @@ def _check(known: Concepts, num_items: int, k: int) -> None:
                                (k,)), ("label_std", known.label_std, (k,)),
                               ("activity", known.activity, (k,))):
         if value is not None and tuple(value.shape) != shape:
-            raise InvalidInputError(f"{name} of shape {tuple(value.shape)}: expected {shape}")
+            raise InvalidInputError("cannot use these concepts of items", f"shape of {name}",
+                                    tuple(value.shape), str(shape), f"correct `{name}`")

@@ -45,8 +45,9 @@ def topological_order(support: torch.Tensor) -> list[int]:
     """
     found = descendants(support)
     if found.diagonal().any():
-        raise InvalidInputError("the graph has a cycle among concepts "
-                                f"{found.diagonal().nonzero()[:, 0].tolist()}")
+        raise InvalidInputError("the graph has a cycle", "concepts",
+                                found.diagonal().nonzero()[:, 0].tolist(),
+                                "no path from a concept to itself", "remove an edge")
     # An effect has all ancestors of its cause, and the cause.
     order: list[int] = found.sum(0).argsort().tolist()
     return order
