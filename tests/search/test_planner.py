@@ -138,10 +138,10 @@ def test_a_start_plan_gets_the_rows_that_are_now_hottest(no_search):
 def test_a_start_plan_is_kept_only_if_the_same_search_left_its_gap(no_search, monkeypatch):
     """A gap that an earlier `target_gap` allowed was once kept, whatever the new one."""
     monkeypatch.setitem(EFFORTS, "fast", Effort(1, 1, 4_000))
-    monkeypatch.setattr("oper.search.rounding.search._MOVES", 1_000_000)
+    monkeypatch.setattr("oper.search.rounding.search._MOVES", 14_000)
     problem = small_problem()[0]
     loose, plan = plan_problem(problem, target_gap=1.0), plan_problem(problem, target_gap=0.001)
-    assert loose.gap > 0.01 and "search_gap" not in loose.notes
+    assert loose.gap > 0.05 and "search_gap" not in loose.notes
     left = plan.notes["search_gap"]
     assert left == plan.gap > 0.001
     text = Plan.from_text(plan.to_text())
