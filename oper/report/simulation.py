@@ -125,7 +125,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
-    replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
+    replay = Replay(plan, clipped=wire.clipped, domain_of=problem.machine.host.tolist())
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
     world = plan.world_size

@@ -283,6 +283,22 @@ def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
     return found
 
 
+def nearest_replica(x: TierLayout, rank: int, local: np.ndarray) -> int:
+    """Return the rank whose replica of a tier `rank` reads; -1 if it reads the master copies,
+    directly or through the exchange.
+
+    Args:
+        x: the tier.
+        rank: the reader.
+        local: bool [W], ranks whose memory `rank` can address.
+    """
+    if x.replica_base[rank] >= 0:
+        return rank
+    if x.tier.placement != "replicated" or local[x.pattern].all():
+        return -1
+    return next((int(r) for r in np.flatnonzero(local) if x.replica_base[r] >= 0), -1)
+
+
 @dataclass(frozen=True, slots=True)
 class NeedsAcross:
     """Which exchanges a plan needs between memory domains.

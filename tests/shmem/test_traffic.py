@@ -85,6 +85,21 @@ def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: st
         assert_equal(case, plan, steps, found)
 
 
+def test_a_replica_of_the_own_domain_is_read() -> None:
+    """A rank without a copy of a tier reads the one in its memory domain."""
+    case, domains = rs.dlrm_case("sgd"), (0, 0, 1, 1)
+    steps = rs.make_steps(case, 4, 2)
+    plan = uniform_plan(case.tables, 4, "striped")
+    plan = replace(plan, tables=tuple(
+        e if e.table.num_rows < 2 else TablePlan(e.table, (Piece(0, e.table.dim, (
+            Tier(0, (half := e.table.num_rows // 2), "replicated", (1, 2)),
+            Tier(half, e.table.num_rows, "striped", (0, 1, 2, 3)))),)) for e in plan.tables))
+    found = rs.run_ranks(4, lambda g: executed(case, plan, steps, rs.OPTIMIZERS["sgd"], g),
+                         domains=domains)
+    assert found[0].counts[KIND["rows"]][:, 1].sum() > 0
+    assert_equal(case, plan, steps, found, domain_of=domains)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1, max_row_norm=0.01),
                                        RowWiseAdagrad(lr=0.05, max_row_norm=0.01)],
                          ids=["sgd", "rowwise_adagrad"])
@@ -224,7 +239,7 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
         for k, kind in enumerate(SENT):
             executed = np.array([sent[kind] for _, sent, _ in read])
             assert np.array_equal(total[k], executed), f"{kind}: {total[k]} {executed}"
-        replay = Replay(own, training=False, num_domains=len(set(domains)))
+        replay = Replay(own, training=False, domain_of=domains)
         for (_, _, counts), mine in zip(read, replay.step(ids), strict=True):
             for kind in ("ids", "partial_sums"):
                 assert np.array_equal(counts[KIND[kind]], 2 * mine.counts[KIND[kind]]), kind

@@ -15,7 +15,7 @@ import numpy as np
 from oper.errors import InvalidInputError, require
 from oper.messages import owners_pool
 from oper.plan import Plan, TablePlan
-from oper.rows.directory import TableDirectory
+from oper.rows.directory import TableDirectory, nearest_replica
 from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic, squares_read
 from oper.tables import TableSpec
 
@@ -154,16 +154,17 @@ class Replay:
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: names of tables whose rows' gradients are clipped to a norm.
-        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool`; with
-            several, sums of squares are read as in `oper.rows.traffic.squares_read`.
+        domain_of: index of each rank's memory domain; default: all ranks are in one.
     """
 
     def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
-                 clipped: Collection[str] = (), num_domains: int = 1) -> None:
+                 clipped: Collection[str] = (), domain_of: Sequence[int] = ()) -> None:
         self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
         self.training = plan.objective == "training" if training is None else training
-        self._one_domain = num_domains == 1
-        self._pools = owners_pool([t.table for t in plan.tables], self.training, num_domains)
+        domains = np.asarray(domain_of or [0] * plan.world_size)
+        self._local = domains[:, None] == domains[None, :]  # bool [W, W], by two ranks
+        self._pools = owners_pool([t.table for t in plan.tables], self.training,
+                                  np.unique(domains).size)
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
     def empty(self) -> list[Traffic]:
@@ -207,7 +208,8 @@ class Replay:
                     _count_update(counts, placed, touched)
                     if squares:
                         counts[KIND["squares"]] += squares_read(
-                            owners, k, positions, clips + sums, squares, world, self._one_domain)
+                            owners, k, positions, clips + sums, squares, world,
+                            bool(self._local.all()))
                 yield counts
 
     def _count(self, counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,
@@ -217,7 +219,9 @@ class Replay:
         world = counts.shape[1]
         ids, number = np.unique(batch.ids, return_counts=True)
         tier, owner = placed.resolve(ids)
-        seen = np.where(placed.holds[reader, tier], reader, owner)
+        copy = np.array([nearest_replica(x, reader, self._local[reader])
+                         for x in placed.directory.tiers])[tier]
+        seen = np.where(copy >= 0, copy, owner)
         pulled = ~placed.pushed_by(reader, tier)
         pushes = placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any()
         again = pushes or not self.deduplicates  # whether rows of other ranks are read repeatedly

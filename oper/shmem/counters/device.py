@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from oper.rows.directory import nearest_replica
 from oper.rows.traffic import KIND, Traffic, squares_read
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
 from oper.shmem.memory.device_batch import StepArrays, key_ranges
-from oper.shmem.placement.layout import nearest_replica
 
 
 class DeviceCounters:

@@ -26,13 +26,12 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.messages import MessageBits
-from oper.rows.directory import TableDirectory, needs_across
+from oper.rows.directory import TableDirectory, nearest_replica, needs_across
 from oper.shmem.batch import raise_status
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_batch import StepArrays, key_ranges
-from oper.shmem.placement.layout import nearest_replica
 from oper.shmem.protocol import Tables
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.rows.directory import TableDirectory, TierLayout
+from oper.rows.directory import TableDirectory, TierLayout, nearest_replica
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.tables import OPTIMIZERS
 
@@ -208,22 +208,6 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
     tensors = [torch.from_numpy(x) for x in arrays]
     return (rank, len(addresses), [*tensors[:4], features, *tensors[4:]], layout.outbox_bytes,
             [torch.from_numpy(h).to(device) for h in heads])
-
-
-def nearest_replica(x: TierLayout, rank: int, local: np.ndarray) -> int:
-    """Return the rank whose replica of a tier `rank` reads; -1 if it reads the master copies,
-    directly or through the exchange.
-
-    Args:
-        x: the tier.
-        rank: the reader.
-        local: bool [W], ranks whose memory `rank` can address.
-    """
-    if x.replica_base[rank] >= 0:
-        return rank
-    if x.tier.placement != "replicated" or local[x.pattern].all():
-        return -1
-    return next((int(r) for r in np.flatnonzero(local) if x.replica_base[r] >= 0), -1)
 
 
 def _refreshes(
