@@ -87,7 +87,7 @@ class Kind:
 # or the same kernels in several processes. Of planning, the tests that enumerate all plans in
 # Python are left out: the tests below call the same native functions.
 _PLANNING = ("annealing", "branching", "properties")
-_DATA = ("loader", "plain", "preprocessing", "reading", "recipes", "synthetic")
+_DATA = ("loader", "preprocessing", "reading", "recipes", "synthetic")
 _TABLES = ("determinism", "exactness", "exchange", "gradients", "heap", "lookup_inputs",
            "message_bits", "migration", "optimizers", "publication", "pull", "quantised_rows",
            "requested_slots", "row_dtypes", "shared_bags", "traffic")

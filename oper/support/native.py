@@ -1,4 +1,4 @@
-"""Interface to compiled functions that parse, encode and count values of logs, and NumPy functions
+"""Interface to compiled functions that encode and count values of logs, and NumPy functions
 that merge and look up sorted values.
 
 ``liboper_data.so`` has a plain C interface and does not need torch, so that processes that read
@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parents[1] / "_lib" / "liboper_data.so"
     try:
         found = ctypes.CDLL(str(path))
-        for name in ("parse", "encode", "encoded", "sample", "tally", "tally_move", "tally_purge",
+        for name in ("encode", "encoded", "sample", "tally", "tally_move", "tally_purge",
                      "tally_levels", "tally_list"):
             getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     except (OSError, AttributeError) as error:

@@ -116,7 +116,7 @@ class Stage:
         size = piece_rows(self._recipe.dense, self._recipe.sparse)
         self._derived.unmatched = [0] * len(self._recipe.joins)
         with contextlib.closing(self._dropper(unit)) as dropper:
-            for rows in _chunks(read_unit(unit, self._recipe, dropper.advance, reuse=True), size):
+            for rows in _chunks(read_unit(unit, self._recipe, dropper.advance), size):
                 num_bad += rows.num_bad
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
