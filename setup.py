@@ -2,8 +2,7 @@
 
 Plain shared libraries come out:
 
-* ``oper/_lib/liboper_search.so``, the planner's, and ``oper/_lib/liboper_data.so``, for logs and
-  counting: they need no torch and are loaded by ``ctypes``;
+* ``oper/_lib/liboper_search.so``, the planner's, which needs no torch and is loaded by ``ctypes``;
 * ``oper/_lib/liboper_host.so``, loaded by ``torch.ops.load_library``;
 * ``oper/_lib/liboper_cuda.so`` likewise, when there are CUDA sources, nvcc is found, and torch has
   CUDA.
@@ -40,8 +39,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-SEARCH, DATA, HOST, CUDA = (
-    f"oper._lib.liboper_{name}" for name in ("search", "data", "host", "cuda"))
+SEARCH, HOST, CUDA = (f"oper._lib.liboper_{name}" for name in ("search", "host", "cuda"))
 # The oldest torch that the libraries must load in.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # No -march: kernels for newer processors are chosen at run time. No contraction to fused
@@ -175,7 +173,7 @@ class BuildNative(build_ext):
         # symbol that is used by name is found otherwise: keep it even when it seems unused.
         keep = ["-Xlinker", "--no-as-needed"]
         own = CUDA_FLAGS[3:5] if is_cuda else ["-pthread"]
-        torch = [] if ext.name in (SEARCH, DATA) else [
+        torch = [] if ext.name == SEARCH else [
             *keep, *(f"-L{path}" for path in library_paths()), *TORCH_LIBRARIES]
         run_tool([*compiler, "-shared", *own, *map(str, objects), *torch,
                   *(["-lcudart"] if is_cuda else [])], library)
@@ -215,7 +213,6 @@ packing = bool({"sdist", "egg_info"} & set(sys.argv[1:]))
 if not packing:
     torch_version()
 extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")),
-              Extension(DATA, sources("csrc/data/*.cpp")),
               Extension(HOST, sources("csrc/host/**/*.cpp", "csrc/bindings/*.cpp"))]
 if not packing and cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))

@@ -87,7 +87,6 @@ class Kind:
 # or the same kernels in several processes. Of planning, the tests that enumerate all plans in
 # Python are left out: the tests below call the same native functions.
 _PLANNING = ("annealing", "branching", "properties")
-_DATA = ("loader", "plain", "preprocessing", "reading", "recipes", "synthetic")
 _TABLES = ("determinism", "exactness", "exchange", "gradients", "heap", "lookup_inputs",
            "message_bits", "migration", "optimizers", "publication", "pull", "quantised_rows",
            "requested_slots", "row_dtypes", "shared_bags", "traffic")
@@ -115,9 +114,7 @@ KINDS = {
         {"overflow": "heap-buffer-overflow", "shift": "shift exponent",
          "add": "signed integer overflow"},
         (*(f"tests/search/test_{name}.py" for name in _PLANNING),
-         *(f"tests/data/test_{name}.py" for name in _DATA),
          *(f"tests/shmem/test_{name}.py" for name in _TABLES), *_ACCUMULATION,
-         "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_stats.py",
          "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"),
         {"tests/shmem/test_exchange.py::test_buffers_stop_growing_as_batches_change":
          "AddressSanitizer keeps what is freed"}),

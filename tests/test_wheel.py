@@ -105,7 +105,7 @@ def test_the_wheel_serves_every_python(wheel: Path) -> None:
         library = archive.read("oper/_lib/liboper_host.so")
     assert b"PyObject" not in library
     assert {"oper/py.typed", "oper/cli.py", "oper/shmem/tables.py",
-            "oper/_lib/liboper_search.so", "oper/_lib/liboper_data.so"} <= names
+            "oper/_lib/liboper_search.so"} <= names
     assert any(n.startswith("oper/datasets/") and n.endswith(".toml") for n in names)
     assert {f"oper/topologies/{p.name}" for p in (ROOT / "oper" / "topologies").glob("*.toml")
             } <= names

@@ -19,7 +19,7 @@ from oper.analysis.sketch import (
 from oper.errors import InvalidInputError, require_fields
 from oper.ranges import Count, rules_of
 from oper.stats import TableStats, TimeBucket
-from oper.support.native import merge_counts
+from oper.support.counts import merge_counts
 
 _BUCKET_ENTRIES = 1 << 16  # number of hottest ids retained per time bucket with inexact counts
 _UINT32_MAX = 2**32 - 1
@@ -35,11 +35,11 @@ class CountOptions:
     Attributes:
         presence_samples: window sizes n, in samples, at which presence is measured.
         dense_budget_bytes: memory for dense counters (4 bytes per row) of all tables. Tables that
-            do not fit are counted in hash tables, which is also exact, but several times slower.
-        sparse_budget_bytes: memory of one such hash table (11 to 43 bytes per touched row, twice
-            that if ids or accesses exceed 32 bits, and a quarter more while it grows). Beyond it,
-            heavy hitters are kept with a bounded error, and the tail is estimated from a sample of
-            its rows (see `oper.analysis.sketch`).
+            do not fit are counted by sorting, which is also exact, but several times slower.
+        sparse_budget_bytes: memory of one such table's counts (11 to 21 bytes per touched row,
+            twice that if ids or accesses exceed 32 bits). Beyond it, heavy hitters are kept with a
+            bounded error, and the tail is estimated from a sample of its rows (see
+            `oper.analysis.sketch`).
         max_overhead: share of the time that a live `Collector` may take, e.g. 0.02; it skips
             batches that would exceed this share. None = count every batch.
     """
@@ -77,7 +77,7 @@ class AdaptiveCounter:
     that."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Start with exact counts in a hash table of at most `budget_bytes` bytes."""
+        """Start with exact counts in a table of at most `budget_bytes` bytes."""
         self._counted = CountTable(budget_bytes)
         self.is_exact = True  # whether all counts are exact, that is, no sketch is used yet
         self.num_accesses = 0
@@ -106,7 +106,7 @@ class AdaptiveCounter:
         self.heavy.add(ids, counts)
 
     def _end_exact(self) -> None:
-        """Switch to sketches: the hash table keeps the heavy hitters and yields the sample."""
+        """Switch to sketches: the table keeps the heavy hitters and yields the sample."""
         if not self.is_exact:
             return
         self.is_exact = False

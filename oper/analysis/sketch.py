@@ -1,4 +1,4 @@
-"""Counting in bounded memory: exact counts while ids fit a hash table, then heavy hitters with
+"""Counting in bounded memory: exact counts while ids fit a table, then heavy hitters with
 bounded error, and a tail from a sample of ids.
 
 Heavy hitters are those of Misra and Gries ("Finding repeated elements", 1982), taken batch by
@@ -10,37 +10,75 @@ halved if there are too many.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from oper.errors import InvalidInputError
 from oper.rows.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
-from oper.support.native import Counts, address, library, merge_counts, sampled
+from oper.support.counts import Counts, merge_counts, sum_counts
+from oper.support.numeric import mix64
 
 HEAVY_ENTRIES = 1 << 20   # ids in a heavy-hitter summary
 SAMPLE_ENTRIES = 1 << 18  # ids in a distinct sample
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-_FEW = 1 << 12  # counts below are distinguished when a table is purged
-_FIRST_BITS = 12
-_NARROW = 1 << 32  # slots have 8 bytes while ids and accesses are below
-_EMPTY = np.zeros(0, np.int64)
+_NARROW = 1 << 32  # ids and counts have 4 bytes each while ids and accesses are below
+_LEAST_ENTRIES = 1 << 12  # a table with memory for fewer takes no ids
+_STEP = 64         # ids that a table takes together when it is almost full
+_HASHED = 1 << 16  # ids that are hashed at once, which stay in the processor's cache
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sampled(ids: np.ndarray, level: int) -> np.ndarray:
+    """Return ascending indices of `ids`, int64 [K], whose 64-bit hash begins with `level` zeros.
+
+    The hash is the finalizer of splitmix64, so about 2^-level of all ids are selected.
+    """
+    if level == 0:
+        return np.arange(ids.size)
+    places = [np.zeros(0, np.int64)]
+    for start in range(0, ids.size, _HASHED):
+        hashes = mix64(ids[start:start + _HASHED].astype(np.uint64) + _GOLDEN)
+        places.append(start + np.flatnonzero(hashes >> np.uint64(64 - level) == 0))
+    return np.concatenate(places)
+
+
+def _counted(ids: np.ndarray, counts: np.ndarray | None) -> Counts:
+    """Count ids [N], each `counts[k]` times (None = once); results have the ids' dtype."""
+    if counts is not None:
+        return sum_counts(ids, counts)
+    distinct, times = np.unique(ids, return_counts=True)
+    return distinct, times.astype(ids.dtype)
+
+
+def _find(known: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each of the ascending `ids` its place in the ascending `known`, and whether it is
+    there."""
+    at = np.searchsorted(known, ids)
+    return at, known.take(at, mode="clip") == ids if known.size else np.zeros(ids.size, bool)
+
+
+def _capacity(max_bytes: int, kind: np.dtype[Any]) -> int:
+    """Return the largest number of ids in a `CountTable`: three quarters of the power of two that
+    the memory has entries for."""
+    entries = max_bytes // (2 * kind.itemsize)
+    return 3 << entries.bit_length() - 3 if entries >= _LEAST_ENTRIES else 0
 
 
 class CountTable:
-    """Counts of non-negative ids in one hash table.
+    """Counts of non-negative ids, as sorted runs of ids and their counts.
 
-    Open addressing, with at most three quarters of the slots used. A slot has 8 bytes, or 16 once
-    ids or accesses exceed 32 bits. `purge` makes space by the method of Misra and Gries ("Finding
-    repeated elements", 1982), applied to many ids at a time (Anderson et al., "A high-performance
-    algorithm for identifying frequent items in data streams", 2017).
+    Each run is at least twice as long as the next one. An id takes 8 bytes, or 16 once ids or
+    accesses exceed 32 bits. `purge` makes space by the method of Misra and Gries
+    ("Finding repeated elements", 1982), applied to many ids at a time (Anderson et al., "A
+    high-performance algorithm for identifying frequent items in data streams", 2017).
 
     Attributes:
-        max_bytes: memory limit; while the table grows, it takes up to a quarter more.
+        max_bytes: memory limit; a merge takes up to as much again.
         error: upper limit of the amount that `purge` has subtracted from any count.
     """
 
@@ -48,15 +86,29 @@ class CountTable:
         self.max_bytes = max_bytes
         self.error = 0
         self._num_accesses = 0
-        self._wide = False
-        self._bits = 0
-        self._used = ctypes.c_int64(0)
-        self._table = _EMPTY
+        self._kind: np.dtype[Any] = np.dtype(np.uint32)  # of ids and counts
+        self._runs: list[Counts] = []
 
     @property
     def num_ids(self) -> int:
         """Number of ids that have a count."""
-        return self._used.value
+        return self._merged()[0].size
+
+    def _merged(self) -> Counts:
+        """Merge all runs to one and return it."""
+        while len(self._runs) > 1:
+            self._merge_last()
+        return self._runs[0] if self._runs else (np.zeros(0, self._kind),) * 2
+
+    def _merge_last(self) -> None:
+        """Merge the last run into the one before."""
+        ids, counts = self._runs.pop()
+        known, sums = self._runs[-1]
+        at, is_known = _find(known, ids)
+        sums[at[is_known]] += counts[is_known]
+        if not is_known.all():
+            self._runs[-1] = (np.insert(known, at[~is_known], ids[~is_known]),
+                              np.insert(sums, at[~is_known], counts[~is_known]))
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
         """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments integers [N].
@@ -69,55 +121,40 @@ class CountTable:
         if (num >= _NARROW or int(ids.max()) >= _NARROW) and not self._widen():
             return 0
         self._num_accesses = num
-        ids, taken = np.ascontiguousarray(ids, np.int64), 0
-        while taken < ids.size:
-            if self._bits:
-                left = None if counts is None else np.ascontiguousarray(counts[taken:], np.int64)
-                taken += library().oper_data_tally(
-                    *self._where(), address(ids[taken:]), address(left),
-                    ctypes.c_int64(ids.size - taken), ctypes.c_int64(3 << self._bits - 2),
-                    ctypes.byref(self._used))
-            if taken < ids.size and not self._grow():
-                break
+        ids = ids.astype(self._kind, copy=False)
+        counts = None if counts is None else counts.astype(self._kind, copy=False)
+        taken, run = ids.size, _counted(ids, counts)
+        if sum(known.size for known, _ in self._runs) + run[0].size + _STEP > _capacity(
+                self.max_bytes, self._kind):
+            taken = self._fitting(ids)
+            run = _counted(ids[:taken], None if counts is None else counts[:taken])
+        if taken:
+            self._runs.append(run)
+        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
+            self._merge_last()
         return taken
 
-    def _where(self) -> tuple[ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]:
-        """Return the table as the first arguments of the compiled functions."""
-        return ctypes.c_int32(self._wide), address(self._table), ctypes.c_int32(self._bits)
-
-    def _grow(self) -> bool:
-        """Quadruple the number of slots, or double it if four times as many exceed the limit."""
-        bits = self._bits
-        return any(self._rebuild(b, self._wide) for b in (
-            (bits + 2, bits + 1) if bits else (_FIRST_BITS,)))
-
     def _widen(self) -> bool:
-        """Switch to 16-byte slots if the ids then still fit the memory limit; returns success."""
-        bits = self._bits
-        while bits and 16 << bits > self.max_bytes:
-            bits -= 1
-        return self._wide or ((self._used.value <= 3 << bits - 2 if bits else not self._bits) and (
-            self._rebuild(bits, True)))
-
-    def _rebuild(self, bits: int, wide: bool) -> bool:
-        if bits and (16 if wide else 8) << bits > self.max_bytes:
-            return False
-        # Zero pages are allocated by the system on first use only.
-        table = np.zeros((2 if wide else 1) << bits, np.int64) if bits else _EMPTY
-        if self._bits:
-            library().oper_data_tally_move(*self._where(), ctypes.c_int32(wide), address(table),
-                                           ctypes.c_int32(bits))
-        self._table, self._bits, self._wide = table, bits, wide
+        """Switch to 64-bit ids and counts if the ids then still fit the memory limit; returns
+        success."""
+        wide = np.dtype(np.int64)
+        if self._kind != wide:
+            if self.num_ids > _capacity(self.max_bytes, wide):
+                return False
+            self._runs = [(ids.astype(wide), counts.astype(wide)) for ids, counts in self._runs]
+            self._kind = wide
         return True
 
-    def _level(self, num_ids: int) -> int:
-        """Return the smallest count that at most `num_ids` ids exceed, but at most `_FEW` - 2."""
-        few = np.zeros(_FEW, np.int64)
-        if self._bits:
-            library().oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
-        above = few[1:].sum() - np.cumsum(few) + few[0]
-        fits = np.flatnonzero(above <= num_ids)
-        return min(int(fits[0]), _FEW - 2) if fits.size else _FEW - 2
+    def _fitting(self, ids: np.ndarray) -> int:
+        """Return how many leading `ids` fit: steps of `_STEP` ids while all of a step could be new.
+        """
+        known = self._merged()[0]
+        distinct, first = np.unique(ids, return_index=True)
+        new = np.sort(first[~_find(known, distinct)[1]])
+        starts = np.arange(0, ids.size, _STEP)
+        most = known.size + np.searchsorted(new, starts) + np.minimum(_STEP, ids.size - starts)
+        full = starts[most > _capacity(self.max_bytes, self._kind)]
+        return int(full[0]) if full.size else ids.size
 
     def purge(self, num_ids: int) -> None:
         """Reduce all counts by the same number and drop ids at 0, until at most `num_ids` remain.
@@ -125,26 +162,22 @@ class CountTable:
         The number is added to `error`. More than `num_ids` counts were at least that large, so
         `error` stays below (ids counted) / `num_ids`.
         """
-        while self.num_ids > num_ids:
-            level = self._level(num_ids)
-            self._used.value = library().oper_data_tally_purge(
-                *self._where(), ctypes.c_int64(level))
-            self.error += level
+        ids, counts = self._merged()
+        if ids.size > num_ids:
+            at = ids.size - num_ids - 1
+            level = np.partition(counts, at)[at]
+            keep = counts > level
+            self._runs = [(ids[keep], counts[keep] - level)]
+            self.error += int(level)
 
     def sample(self, level: int) -> Counts:
-        """Return the ids whose hash has `level` leading zeros (see `native.sampled`), and their
-        counts, as `result` does."""
-        size = self.num_ids if not level else 0
-        while True:
-            ids, counts = np.empty(size, np.int64), np.empty(size, np.int64)
-            if not self._bits:
-                return ids, counts
-            found = library().oper_data_tally_list(
-                *self._where(), ctypes.c_int64(0), ctypes.c_int32(level), ctypes.c_int64(size),
-                address(ids), address(counts))
-            if found <= size:
-                return ids[:found], counts[:found]
-            size = found
+        """Return the ids whose hash has `level` leading zeros (see `sampled`), and their counts, as
+        `result` does."""
+        ids, counts = self._merged()
+        if level:
+            keep = sampled(ids, level)
+            ids, counts = ids[keep], counts[keep]
+        return ids.astype(np.int64), counts.astype(np.int64)
 
     def result(self) -> Counts:
         """Return ids, ascending, and counts, int64 [K] each; true - error <= count <= true."""

@@ -346,11 +346,11 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
-                        help="memory for dense counters; tables beyond it are counted in hash "
-                             "tables, more slowly (default 2GiB)")
+                        help="memory for dense counters; tables beyond it are counted by "
+                             "sorting, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
-                        help="memory for each such hash table, and for the keys of each column of "
-                             "raw ids; beyond it, counts of heavy hitters have a bounded error "
+                        help="memory for each such table's counts, and for the keys of each column "
+                             "of raw ids; beyond it, counts of heavy hitters have a bounded error "
                              "and the tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
                         help="for raw ids: also forecast each column in a dynamic table of N "

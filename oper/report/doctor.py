@@ -148,7 +148,7 @@ def _examine_packages(report: Report) -> None:
 
 def _examine_libraries(report: Report) -> None:
     rebuild = "run make setup, or python setup.py build_ext --inplace"
-    for name, must in (("search", True), ("host", True), ("data", True), ("cuda", False)):
+    for name, must in (("search", True), ("host", True), ("cuda", False)):
         path = Path(__file__).resolve().parents[1] / "_lib" / f"liboper_{name}.so"
         if not path.exists():
             state = "not built"

@@ -10,10 +10,9 @@ from hypothesis import given, settings, strategies as st
 from oper import analysis
 from oper.analysis.counting import AdaptiveCounter
 from oper.analysis.presence import Lookups
-from oper.analysis.sketch import CountTable, sketched_stats
+from oper.analysis.sketch import CountTable, sampled, sketched_stats
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats, TableStats
-from oper.support import native
 from tests.support import counts_by
 
 
@@ -110,7 +109,7 @@ def test_a_table_counts_everything_that_it_takes(parts: list[list[int]], repeat:
     assert ids.tolist() == sorted(found)
     assert counts.tolist() == [found[i] for i in ids.tolist()]
     some = table.sample(1)
-    assert some[0].tolist() == ids[native.sampled(ids, 1)].tolist()
+    assert some[0].tolist() == ids[sampled(ids, 1)].tolist()
     keep = len(found) // 3 + 1
     table.purge(keep)
     left = counts_by(*table.result())
@@ -128,7 +127,7 @@ def test_a_table_counts_beyond_32_bits() -> None:
         assert table.add(ids, many) == 2
         assert table.result()[1].tolist() == ((k + 1) * many).tolist()
     full = CountTable(1 << 16)
-    assert full.add(np.arange(10_000)) == 6144  # full at three quarters of 8192 slots
+    assert full.add(np.arange(10_000)) == 6144  # three quarters of 8192 entries
     assert full.add(np.array([1 << 40])) == 0
     full.purge(3072)
     assert full.add(np.array([1 << 40])) == 0 or full.num_ids <= 3072

@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +24,6 @@ from tests.faults.pauses import Pauses
 from tests.fuzz.targets import MEMORY, TARGETS, change, describe, one, place, seeds
 
 _HANG_S, _MEMORY_BYTES = 60.0, 4 << 30
-_TEXT = "text (native)"
-_SOURCE = Path(__file__).with_name("text.cpp")
 
 
 def _run(name: str, files: str, last: int, counts: tuple[Any, Any], pipe: Any) -> None:
@@ -120,65 +116,27 @@ def _processor(pid: int) -> tuple[bool, float]:
     return said[0] == "R", (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def build_native(folder: Path) -> Path | None:
-    """Build the sanitized fuzzer of the compiled parser; return None without a suitable compiler.
-    """
-    compiler, program = shutil.which("g++") or shutil.which("clang++"), folder / "text"
-    if compiler is None:
-        return None
-    done = subprocess.run(
-        [compiler, "-std=c++20", "-O1", "-g", "-fsanitize=address,undefined",
-         "-fno-sanitize-recover=all", f"-I{_SOURCE.parents[2] / 'csrc'}", str(_SOURCE), "-o",
-         str(program)], capture_output=True, text=True, check=False)
-    if done.returncode and "sanitize" not in done.stderr and "asan" not in done.stderr:
-        raise RuntimeError(done.stderr)
-    return None if done.returncode else program
-
-
-def run_native(runs: int, case: dict[str, Any]) -> None:
-    """Fuzz the compiled text parser with sanitizers."""
-    began, left = time.monotonic(), runs - case["executions"]
-    if left <= 0:
-        return
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        program = build_native(Path(folder))
-        if program is None:
-            raise SystemExit("no compiler with sanitizers")
-        done = subprocess.run([str(program), str(left), str(1 + case["executions"])], text=True,
-                              capture_output=True, check=False)
-    if done.returncode:
-        case["defects"].append({"number": case["executions"], "what": done.stderr[-2000:]})
-    else:
-        case["executions"] += left
-    case["seconds"] = round(case["seconds"] + time.monotonic() - began, 1)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.changed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("formats", nargs="*", metavar="FORMAT",
-                        help=f"of {[*sorted(TARGETS), _TEXT.split()[0]]}; default: all")
+                        help=f"of {sorted(TARGETS)}; default: all")
     parser.add_argument("--runs", type=int, default=200_000, help="executions of each in all")
-    parser.add_argument("--native-runs", type=int, default=10_000_000, help="those of text")
     parser.add_argument("--json", type=Path, metavar="F", help="kept there, gone on with")
     args = parser.parse_args()
     load, held = record.load_average(), {}
     if args.json is not None and args.json.exists():
         held = {c["name"]: c for c in json.loads(args.json.read_text())["cases"]}
-    names = args.formats or [*sorted(TARGETS), "text"]
-    unknown = set(names) - {*TARGETS, "text"}
+    names = args.formats or sorted(TARGETS)
+    unknown = set(names) - set(TARGETS)
     if unknown:
         parser.error(f"no formats: {sorted(unknown)}")
     with Pauses().watched() as pauses:
         for name in names:
-            label = _TEXT if name == "text" else name
-            case = held.setdefault(label, {"name": label, "executions": 0, "accepted": 0,
-                                           "defects": [], "seconds": 0.0})
-            if name == "text":
-                run_native(args.native_runs, case)
-            else:
-                run(name, args.runs, case, pauses)
-            print(f"{label:<16} {case['executions']:>12,} executions, {case['accepted']:>9,} "
+            case = held.setdefault(name, {"name": name, "executions": 0, "accepted": 0,
+                                          "defects": [], "seconds": 0.0})
+            run(name, args.runs, case, pauses)
+            print(f"{name:<16} {case['executions']:>12,} executions, {case['accepted']:>9,} "
                   f"accepted, {len(case['defects'])} defects, {case['seconds']:.0f} s", flush=True)
             if args.json is not None:
                 record.write(args.json, record.record(

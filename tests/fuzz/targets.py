@@ -25,6 +25,8 @@ from oper.data import Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.folder import Folder
 from oper.data.generate.generator import load_workload
 from oper.data.generic import Choice, generic_recipe
+from oper.data.reading.lines import Unit
+from oper.data.reading.readers import read_unit
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
 from oper.integration.checkpoint.delta_files import put_rows, read_part, write_part
@@ -86,6 +88,12 @@ def manifest(data: bytes) -> None:
     folder = Folder.open(_file("manifest.json", data).parent)
     assert len(folder.tables(4)) == len(folder.num_rows)
     assert len(folder.bucket_labels) <= 1 << 15 and folder.ids_in_hotness_order in (True, False)
+
+
+def text(data: bytes) -> None:
+    """Read delimited text; every line is a row, or counted as malformed."""
+    for rows in read_unit(Unit(str(_file("log.txt", data)), "tsv"), load_recipe("criteo-kaggle")):
+        assert rows.num_lines == rows.rows.size + rows.num_bad
 
 
 def checkpoint(data: bytes) -> None:
@@ -199,7 +207,7 @@ def _read(name: str, data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     **{name: functools.partial(_read, name) for name in READERS},
     **{f.__name__: f for f in (
-        manifest, checkpoint, checksums, delta, wire, request, parquet, exchange)}}
+        manifest, checkpoint, checksums, delta, wire, request, text, parquet, exchange)}}
 
 
 def one(name: str, data: bytes) -> bool:
@@ -347,6 +355,9 @@ def _texts(name: str) -> list[bytes]:
             "tables": {"a": {"replicate": [[0, 5]], "modes": ["pull"], "ranks": [0, 1]},
                        "b": {"placements": ["owned"], "memories": ["device"]}},
             "keep_apart": [["a", "b"]], "memory_bytes": ["2GB", 5], "reserve_bytes": 7}).encode()]
+    if name == "text":
+        line = "\t".join(["1", *["5", ""] * 6, "-3", *["00ff17aa", ""] * 13])
+        return [f"{line}\n".encode() * 100]
     if name == "value_counts":
         return [b"field,value,count\n0,a,3\n0,b,4\n1,c,9\n"]
     if name == "manifest":

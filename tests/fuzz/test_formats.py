@@ -7,7 +7,6 @@ import random
 import re
 import resource
 import struct
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -65,16 +64,6 @@ def test_a_crash_is_a_defect_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch
     changed.run("arrays", 1, case, Pauses())
     assert [d["what"] for d in case["defects"]] == ["ended with -9"] and case["executions"] == 1
     assert set(Path(MEMORY or tempfile.gettempdir()).glob("fuzz-*")) == before
-
-
-def test_changed_lines_of_text(tmp_path: Path) -> None:
-    """Run the compiled parser with the sanitizers of addresses and of undefined behaviour."""
-    program = changed.build_native(tmp_path)
-    if program is None:
-        pytest.skip("no compiler with sanitizers")
-    command = [str(program), "10000", "7"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "10000 executions\n"), done.stderr
 
 
 def _archive(header: bytes) -> bytes:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.data.generate.ids import mix64
 from oper.shmem.keys.directories import rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
+from oper.support.numeric import mix64
 
 _SLOTS, _DIM = 1 << 20, 64  # rows and columns of the table
 _KEYS = 1 << 14  # keys of a batch, all distinct

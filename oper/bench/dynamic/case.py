@@ -26,8 +26,8 @@ from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt
 from oper.bench.tables.sides import OPTIMIZER, make_collection
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE, fbgemm_bags
 from oper.bench.tables.verify import Verdict
-from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
+from oper.support.numeric import mix64
 
 NUM_TABLES, NUM_KEYS = 26, 50_000
 REFERENCE_LOAD = 0.5

@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.analysis.presence import Lookups
 from oper.data.generate import published
-from oper.data.generate.ids import drifted, mix64, scatter_ids, uniform64
+from oper.data.generate.ids import drifted, scatter_ids, uniform64
 from oper.data.generate.popularity import (
     Popularity,
     fit_cardinality,
@@ -24,6 +24,7 @@ from oper.data.generate.popularity import (
 from oper.errors import InvalidInputError, require, require_fields
 from oper.stats import AccessStats, TableStats
 from oper.support.files import read_toml
+from oper.support.numeric import mix64
 
 
 def _always(length: int) -> tuple[np.ndarray, np.ndarray]:

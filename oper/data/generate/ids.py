@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.errors import require
-
-
-def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of splitmix64, a fixed bijection of uint64, to integers [n]."""
-    x = values.astype(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+from oper.support.numeric import mix64
 
 
 def uniform64(values: np.ndarray) -> np.ndarray:

@@ -22,13 +22,13 @@ import pyarrow as pa
 from pyarrow import csv
 from tqdm import tqdm
 
-from oper.data.generate.ids import drifted, mix64, power_law_ids, uniform64
+from oper.data.generate.ids import drifted, power_law_ids, uniform64
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import require_fields
 from oper.ranges import Amount, Count, Positive, Share, rules_of
 from oper.support.files import atomic_write, write_text
-from oper.support.numeric import falling_root
+from oper.support.numeric import falling_root, mix64
 
 NUM_DENSE, NUM_DAYS = 13, 7
 # By column: its group, whose columns are missing together, and the share of missing fields.

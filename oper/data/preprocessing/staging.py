@@ -27,7 +27,6 @@ from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
 from oper.errors import FileFormatError, InvalidInputError
-from oper.support import native
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,22 +44,18 @@ class Distinct:
     num_missing: int
 
 
-def encode(ids: pa.Array, expected: int = 0) -> tuple[np.ndarray | pa.ListArray, Distinct]:
-    """Dictionary-encode a column of `Rows.sparse`; `expected` is the approximate number of distinct
-    values, 0 = unknown.
+def encode(ids: pa.Array) -> tuple[np.ndarray | pa.ListArray, Distinct]:
+    """Dictionary-encode a column of `Rows.sparse`.
 
     Returns:
         Codes [n], or lists of codes, and the distinct values.
     """
     if pa.types.is_list(ids.type):
-        codes, found = encode(ids.flatten(), expected)
+        codes, found = encode(ids.flatten())
         return lists(pc.list_value_length(ids).to_numpy(), pa.array(codes)), found
-    if pa.types.is_integer(ids.type):
-        codes, distinct, counts = native.encode(*_integers(ids), expected)
-        return codes, Distinct(distinct, counts[1:], int(counts[0]))
     encoded = ids.dictionary_encode(null_encoding="mask")
     values = as_numpy(encoded.dictionary)
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values)
     dtype = np.min_scalar_type(max(1, values.size))
     place = np.empty(values.size + 1, dtype)
     place[0] = 0
@@ -72,14 +67,6 @@ def encode(ids: pa.Array, expected: int = 0) -> tuple[np.ndarray | pa.ListArray,
     return codes, Distinct(values[order], counts[1:], int(counts[0]))
 
 
-def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Return an array's integers [L], its validity bitmap (None = all valid) and bit offset."""
-    valid, values = array.buffers()
-    dtype = array.type.to_pandas_dtype()
-    numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
-    return numbers, np.frombuffer(valid, np.uint8) if array.null_count else None, array.offset
-
-
 class Stage:
     """Writes and reads the files of the first pass in a work folder."""
 
@@ -87,7 +74,6 @@ class Stage:
         """Use `folder`; the input of a large log (`is_large`) is kept out of the page cache."""
         self._folder, self.is_large = folder, is_large
         self._recipe, self._derived = recipe, Derived(recipe)
-        self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
     def record(self, number: int) -> dict[str, Any]:
         """Return the record (rows, malformed rows, chunks, ...) of a unit that has been read."""
@@ -116,7 +102,7 @@ class Stage:
         size = piece_rows(self._recipe.dense, self._recipe.sparse)
         self._derived.unmatched = [0] * len(self._recipe.joins)
         with contextlib.closing(self._dropper(unit)) as dropper:
-            for rows in _chunks(read_unit(unit, self._recipe, dropper.advance, reuse=True), size):
+            for rows in _chunks(read_unit(unit, self._recipe, dropper.advance), size):
                 num_bad += rows.num_bad
                 bad += rows.bad[:MAX_EXAMPLES - len(bad)]
                 if num_bad > max_bad:
@@ -159,9 +145,8 @@ class Stage:
             append_batch(file, {
                 "label": rows.labels, **({} if rows.time is None else {"time": rows.time}),
                 **{f"dense {k}": x for k, x in enumerate(rows.dense)}})
-            for column, ids in enumerate(rows.sparse):
-                codes, found = encode(ids, self._expected.get(column, 0))
-                self._expected[column] = found.values.size
+            for ids in rows.sparse:
+                codes, found = encode(ids)
                 offsets.append(append_batch(file, {"codes": codes}))
                 places.append(append_batch(values, {"values": found.values,
                                                     "counts": found.counts.astype(np.uint32)}))

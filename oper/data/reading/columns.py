@@ -238,15 +238,15 @@ def _text(array: pa.Array) -> np.ndarray:
 
 def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
     """Parse values of eight lower-case hexadecimal digits to uint32; raises MalformedError."""
-    whole = array.fill_null(b"0" * 8)
-    text = whole.buffers()[1].to_pybytes()[8 * whole.offset:8 * (whole.offset + len(whole))]
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    digits = np.frombuffer(array.buffers()[1], "S8", len(array), 8 * array.offset)
+    text = np.where(missing, b"0" * 8, digits).tobytes()
     try:
         numbers = binascii.unhexlify(text)
     except binascii.Error as error:
         raise MalformedError(column.name) from error
     _require(binascii.hexlify(numbers) == text, column)  # refuses upper-case digits
-    values = np.frombuffer(numbers, ">u4").astype(np.uint32)
-    return pa.array(values, mask=array.is_null().to_numpy(zero_copy_only=False))
+    return pa.array(np.frombuffer(numbers, ">u4").astype(np.uint32), mask=missing)
 
 
 def times(column: Column, array: pa.Array) -> np.ndarray:

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper.data.arrays import as_numpy
-from oper.data.generate.ids import mix64
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat, in_order
 from oper.data.recipe import Cross, Join, Recipe
 from oper.data.vocabulary.building import hash64
 from oper.errors import FileFormatError, InvalidInputError
+from oper.support.numeric import mix64
 
 
 class Derived:

@@ -15,9 +15,8 @@ from oper.data.recipe import Recipe
 from oper.tables import format_bytes
 
 _SAMPLE_BYTES = 1 << 22
-# Measured on one core: seconds per field of plain text (Criteo, 39 fields at 200 MB/s) and of text
-# that pyarrow parses; bytes of gzip text per second.
-_FIELD_S, _OTHER_FIELD_S, _UNPACKED_BYTES_PER_S = 30e-9, 90e-9, 300e6
+# Measured on one core: seconds per field of text; bytes of gzip text per second.
+_FIELD_S, _UNPACKED_BYTES_PER_S = 90e-9, 300e6
 _LEAST_MEMORY = 224 << 20  # per worker: the interpreter, pyarrow, and a block
 
 
@@ -67,7 +66,7 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
     rows, work, output, seconds = 0, 0.0, 0.0, 0.0
     num_dense, num_added = len(recipe.dense), len(recipe.sparse) - len(recipe.names("sparse"))
     for unit in first_of_each_file(units):
-        layout, found = recipe.layout(unit.layout), _sampled(unit, recipe)
+        found = _sampled(unit, recipe)
         count, ids = found.rows, found.ids + num_added
         rows += count
         # Codes take 1 to 4 bytes; distinct values with their counts take less than the text.
@@ -76,8 +75,7 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
         # Parquet's repetition levels take about a quarter of a byte per id of a bag.
         output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + id_bytes * ids
                            + (0.25 * ids if found.num_bags else 0))
-        plain = layout.format == "text" and not layout.quote and len(layout.separator) == 1
-        seconds += count * ((num_dense + ids + 1) * (_FIELD_S if plain else _OTHER_FIELD_S)
+        seconds += count * ((num_dense + ids + 1) * _FIELD_S
                             + found.row_bytes * found.unpacked / _UNPACKED_BYTES_PER_S)
     held = piece_rows(recipe.dense, recipe.sparse) * 8 * (num_dense + len(recipe.sparse) + 4)
     return Needs(rows, int(work), int(output), _LEAST_MEMORY + min(held, 12 * (rows + 1) * (

@@ -218,26 +218,12 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
     Raises:
         FileFormatError: a gzip file is damaged, or a line (record) is longer than 1 MiB.
     """
-    row = 0
-    for lines in read_lines(unit, layout, progress, block_bytes):
-        block = Block(unit.path, bytes(lines), row)
-        yield block
-        row += block.num_lines
-
-
-def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int = 1 << 19
-               ) -> Iterator[memoryview]:
-    """Yield the text of the blocks of `read_blocks`, without counting lines.
-
-    All blocks use the same memory, which so stays in the processor's cache; a block is valid until
-    the next one is requested.
-    """
     # Room for an incomplete line of the previous block, a block, and the rest of the last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)
     view = memoryview(memory)
     with _open_unit(unit) as (text, raw):
         left = _seek(text, raw, unit)
-        at, size, ended = raw.tell(), 0, False
+        at, size, row, ended = raw.tell(), 0, 0, False
         first = unit.start == 0
         skip = layout.header and first
         while not ended:
@@ -261,7 +247,9 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
             if skip and cut > begin:
                 begin, skip = memory.index(b"\n", begin, cut) + 1, False
             if cut > begin:
-                yield view[begin:cut]
+                block = Block(unit.path, bytes(view[begin:cut]), row)
+                yield block
+                row += block.num_lines
             size -= cut
             view[:size] = view[cut:cut + size]
 

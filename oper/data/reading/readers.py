@@ -28,7 +28,6 @@ from oper.data.reading.lines import (
     line_of,
     read_blocks,
 )
-from oper.data.reading.plain import is_plain, read_plain
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
 from oper.data.reading.text import TextLayout, no_rows, parse_block, rows_of, text_layout
 from oper.data.recipe import Column, Layout, Recipe, conditions
@@ -40,15 +39,13 @@ _FIRST_BYTES = 1 << 17    # bytes of a text file that `read_first` reads
 _Parse = Callable[[bytes, np.ndarray], Rows]  # parses lines, given their row indices in the unit
 
 
-def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
-              reuse: bool = False) -> Iterator[Rows]:
+def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None) -> Iterator[Rows]:
     """Yield the rows of a unit, piece by piece.
 
     Args:
         unit: the unit to read.
         recipe: how to read it.
         progress: called with the number of bytes read from a text file since the last call.
-        reuse: allow a piece to be valid only until the next one is requested (memory is reused).
 
     Raises:
         FileFormatError: the file is damaged, or has other columns than the recipe.
@@ -59,10 +56,9 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
         yield from _read_parquet(unit, recipe, layout)
     elif layout.format == "npy":
         yield from _read_npy(unit, recipe)
-    elif (text := _text_layout(unit, recipe)) is not None and is_plain(text):
-        yield from read_plain(unit, text, progress, reuse)
     else:
-        yield from map(_parser(unit, recipe, text), read_blocks(unit, layout, progress))
+        parse = _parser(unit, recipe, _text_layout(unit, recipe))
+        yield from map(parse, read_blocks(unit, layout, progress))
 
 
 def read_first(unit: Unit, recipe: Recipe) -> Rows | None:

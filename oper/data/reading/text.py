@@ -1,7 +1,9 @@
 """Parse delimited text into rows.
 
-pyarrow splits and converts entire blocks of lines. If it fails or a block has irregular text, each
-field of the block is checked; malformed rows are reported, and pyarrow converts the rest.
+pyarrow splits and converts entire blocks of lines. If it fails or a block has irregular text, the
+block is halved until few lines are left, of which each field is checked; malformed rows are
+reported, and pyarrow converts the rest. Blocks with quotes are not halved, since a line feed may be
+part of a field.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from pyarrow import csv as pacsv
 from oper.data.reading import columns as convert
 from oper.data.reading.columns import EXPECTED, MalformedError, holds
 from oper.data.reading.lines import Block
-from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, concat, show
 from oper.data.recipe import Column, Layout, Recipe, conditions, finite
 from oper.errors import FileFormatError, InvalidInputError
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
 _UNIT_SEPARATOR = "\x1f"  # replaces separators of several characters
+_FEW_LINES = 64  # of which each field is checked, if one is irregular
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,17 @@ def parse_block(block: Block, text: TextLayout) -> Rows:
             raise MalformedError("")
         return replace(rows, num_lines=block.num_lines)
     except (MalformedError, pa.ArrowInvalid):
-        return _row_by_row(data, text, block)
+        if text.layout.quote or block.num_lines <= _FEW_LINES:
+            return _row_by_row(data, text, block)
+        return concat([parse_block(half, text) for half in _halves(block)])
+
+
+def _halves(block: Block) -> tuple[Block, Block]:
+    """Divide a block of two or more lines near its middle."""
+    data = block.data
+    at = (data.rfind(b"\n", 0, len(data) // 2) + 1) or data.index(b"\n") + 1
+    first = Block(block.path, data[:at], block.first_row)
+    return first, Block(block.path, data[at:], block.first_row + first.num_lines)
 
 
 def unified(data: bytes, layout: Layout) -> bytes:
@@ -172,8 +185,9 @@ def _is_odd(data: bytes, text: TextLayout) -> bool:
     if b"\0" in data or (b"\r" in data and not text.layout.quote
                          and data.count(b"\r") != data.count(b"\r\n")):
         return True
-    # pyarrow accepts hexadecimal integers. A false positive only costs time.
-    return (b"0x" in data or b"0X" in data) and any(
+    # pyarrow accepts hexadecimal integers. A false positive only costs time. A single character is
+    # found much faster than two.
+    return any(x in data and b"0" + x in data for x in (b"x", b"X")) and any(
         c.parse in ("int", "uint32", "uint64") for c in text.columns)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.data.generate.ids import mix64
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
-from oper.support import native
+from oper.support.counts import merge_counts
+from oper.support.numeric import mix64
 
 _WRITE_ROWS = 1 << 20
 _SMALL_BYTES = 1 << 24  # maximum size of a vocabulary that is cached in memory
@@ -84,6 +84,22 @@ def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
     return (1 + mix64(hash64(values) + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
 
 
+def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the ids, int32 [K], of values in a vocabulary; 0 for values that are not in it.
+
+    Args:
+        known: the vocabulary's values [M], ascending.
+        ids: ids of `known`, int32 [M].
+        values: the values to look up [K], ascending.
+    """
+    if not known.size or not values.size:
+        return np.zeros(values.size, np.int32)
+    first, last = np.searchsorted(known, [values[0], values[-1]])
+    at = np.searchsorted(known[first:last + 1], values) + first
+    at[at == known.size] = 0
+    return np.where(known[at] == values, ids[at], np.int32(0))
+
+
 class Vocabulary:
     """The mapping from one column's raw values to ids, in memory-mapped files.
 
@@ -123,7 +139,7 @@ class Vocabulary:
         kind = common_kind(known, values)
         if kind.kind != "S":  # strings of different widths can be compared
             known, values = known.astype(kind, copy=False), values.astype(kind, copy=False)
-        return native.lookup(known, ids, values)
+        return lookup(known, ids, values)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Memory-map the values [V] with an id, ascending, their ids int32 and counts int64 [V]."""
@@ -277,7 +293,7 @@ def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
     for _, counts in slices():
         few += np.bincount(counts[counts < _FEW], minlength=_FEW)
         found, times = np.unique(counts[counts >= _FEW], return_counts=True)
-        levels, num = native.merge_counts([(levels, num), (found, times)])
+        levels, num = merge_counts([(levels, num), (found, times)])
     low = np.flatnonzero(few)
     return np.concatenate([low, levels]), np.concatenate([few[low], num])
 

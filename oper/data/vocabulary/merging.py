@@ -10,7 +10,7 @@ import numpy as np
 
 from oper.data.arrays import append_batch, as_numpy, read_batch
 from oper.errors import InvalidInputError
-from oper.support.native import merge_counts
+from oper.support.counts import merge_counts
 
 _MEMORY_BYTES = 192 << 20  # maximum size of runs in memory before they are spilled
 _SLICE = 1 << 21           # approximate number of entries merged at once

@@ -1,4 +1,4 @@
-"""The compiled parser against pyarrow; damaged files; errors found in the first records."""
+"""Malformed rows of text; damaged files; errors found in the first records."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import run as preprocessing
-from oper.data.reading import plain, readers
-from oper.data.reading.lines import Unit
+from oper.data.reading import readers
+from oper.data.reading.lines import Unit, read_blocks
 from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat
-from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from tests.fuzz.targets import change
@@ -50,16 +50,10 @@ def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: b
     return recipe_from_dict({"name": "any", "separator": separator, "column": columns[::-1]})
 
 
-def read(path: Path, rules: Recipe, plainly: bool) -> Rows:
+def read(path: Path, rules: Recipe, block_bytes: int = 1 << 21) -> Rows:
     with pytest.MonkeyPatch.context() as patch:
-        if not plainly:
-            patch.setattr(readers, "is_plain", lambda _: False)
-        used = []
-        whole = readers.read_plain
-        patch.setattr(readers, "read_plain", lambda *a: (used.append(1), whole(*a))[1])
-        found = concat(list(read_unit(Unit(str(path), rules.layouts[0].name), rules)))
-        assert bool(used) == plainly
-    return found
+        patch.setattr(readers, "read_blocks", partial(read_blocks, block_bytes=block_bytes))
+        return concat(list(read_unit(Unit(str(path), rules.layouts[0].name), rules)))
 
 
 def assert_same(one: Rows, other: Rows) -> None:
@@ -88,7 +82,7 @@ FIELDS = ["", "0", "1", "-1", "7", "-7", "007", "+3", " 4", "5 ", "3.0", "2.50",
        log1p=st.booleans(), separator=st.sampled_from("\t,;|"), data=st.data())
 @settings(max_examples=250, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_the_same_rows_and_the_same_errors(
+def test_rows_and_errors_do_not_depend_on_the_other_lines_of_a_block(
         tmp_path: Path, kinds: Any, label: Any, time: bool, missing: bool, log1p: bool,
         separator: str, data: st.DataObject) -> None:
     seen_time = [k for k in kinds if k[0] == "time"][:1]
@@ -108,47 +102,14 @@ def test_the_same_rows_and_the_same_errors(
     path.write_bytes(text.encode())
     if not path.stat().st_size:
         return
-    assert_same(read(path, rules, True), read(path, rules, False))
-
-
-@given(data=st.binary(max_size=600), seed=st.integers(0, 9))
-@settings(max_examples=150, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    good = b"1\t" + b"\t".join([b"5"] * 13 + [b"00ff17aa"] * 26) + b"\n"
-    noise = bytearray(good * 20)
-    for at in rng.integers(0, len(noise), seed):
-        noise[at] = rng.integers(256)
-    path = tmp_path / "log.txt"
-    path.write_bytes(bytes(noise[:2000]) + data + bytes(noise[2000:]))
-    assert_same(read(path, KAGGLE, True), read(path, KAGGLE, False))
-
-
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> None:
-    """One field of a block is too long, signed, truncated or empty."""
-    good = ["1", *(["-3", "", "12345678", "0"] * 4)[:13], *(["00ff17aa", ""] * 13)]
-    lines, odd = [], {1: ["123456789", "-12345678", "-123456789", "-", "", "-0", "1x"],
-                      14: ["-12345678", "-1234567", "0000000g", "ABCDEF01", "1234567", ""],
-                      39: ["-12345678", "deadbeef", "deadbeef0", "\r", "dead\rbee"],
-                      0: ["2", "", "-1", "01"]}
-    for column, fields in odd.items():
-        for field in fields:
-            lines += ["\t".join(good)] * 70
-            lines.append("\t".join([*good[:column], field, *good[column + 1:]]))
-    lines += ["\t".join(good)] * 70 + ["\t".join(good[:-1]), "\t".join([*good, ""]), ""]
-    path = tmp_path / "log.txt"
-    path.write_bytes((ending.join([*lines, *lines[:200]]) + ending).encode())
-    found = read(path, KAGGLE, True)
-    assert_same(found, read(path, KAGGLE, False))
-    assert 10 < found.num_bad < 20 and found.num_lines == len(lines) + 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oper.data.reading.text._FEW_LINES", 4)
+        whole = read(path, rules)
+    assert_same(whole, read(path, rules, block_bytes=1))  # every line is a block of its own
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3])
-def test_pieces_blocks_and_malformed_rows_far_into_a_file(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, invent: Any) -> None:
-    monkeypatch.setattr("oper.data.reading.rows.PIECE_ROWS", 700)
+def test_malformed_rows_far_into_a_file(tmp_path: Path, share: float, invent: Any) -> None:
     rng = np.random.default_rng(4)
     rows = invent(300)
     lines = ["\t".join(rows[k]) for k in rng.integers(0, 300, 12_000)]
@@ -157,27 +118,12 @@ def test_pieces_blocks_and_malformed_rows_far_into_a_file(
         lines[k] = lines[k].replace("\t", "\tx", 1) if k % 2 else lines[k] + "\t"
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 1))
-    one = read(path, KAGGLE, True)
+    one = read(path, KAGGLE)
     assert one.num_bad == bad.size
     assert one.rows.tolist() == sorted(set(range(12_000)) - set(bad.tolist()))
-    assert_same(one, read(path, KAGGLE, False))
+    assert_same(one, read(path, KAGGLE, block_bytes=5000))
     assert f"row {bad[0] + 1}, column {'-' if bad[0] % 2 == 0 else 'I1'}" in where(
         Unit(str(path), "tsv"), KAGGLE, one.bad[0])
-
-
-def test_which_layouts_are_plain() -> None:
-    def is_plain(name: str, layout: str) -> bool:
-        rules = load_recipe(name)
-        found = rules.layout(layout)
-        return plain.is_plain(text_layout(rules, found, found.separator.join(
-            c.sources[0] for c in found.columns), "f") if found.header else TextLayout(
-            found, found.columns, rules.names("dense"), rules.names("sparse")))
-
-    assert is_plain("criteo-kaggle", "tsv")
-    assert is_plain("criteo-kaggle", "csv")
-    assert is_plain("criteo-1tb", "tsv")
-    assert is_plain("avazu", "default")
-    assert not is_plain("book-crossing", load_recipe("book-crossing").layouts[0].name)
 
 
 # ---- damaged files of every format ---------------------------------------------------------------
