@@ -1,13 +1,12 @@
 """The serving benchmark: its rate search, its client, and shortened cases."""
 
-import array
 import contextlib
 import http.server
 import json
 import mmap
+import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,20 +205,25 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
 
 
 class _Answering:
-    """Stands in for a worker process: a thread that answers each query by a message, or exits at
-    the first query."""
+    """Stands in for a worker process: a thread that answers each message of queries, or exits at
+    the first one."""
 
     pid = 0
 
-    def __init__(self, number: int, exits: bool) -> None:
-        self._socket, self._exits = socket.socket(fileno=os.dup(number)), exits
-        threading.Thread(target=self._work, daemon=True).start()
+    def __init__(self, exits: bool) -> None:
+        self.pipe, self._theirs = multiprocessing.Pipe()
+        threading.Thread(target=self._work, args=(exits,), daemon=True).start()
 
-    def _work(self) -> None:
-        with self._socket as queries:
-            while (data := queries.recv(1 << 16)) and not self._exits:
-                for number in array.array("Q", data)[::2]:
-                    queries.send(array.array("Q", [number]))
+    def _work(self, exits: bool) -> None:
+        with self._theirs:
+            while (words := self._theirs.recv())[0] == "queries" and not exits:
+                for number, _ in words[1]:
+                    self._theirs.send([number])
+            if not exits:
+                self._theirs.send([])
+
+    def send(self, *words: Any) -> None:
+        self.pipe.send(words)
 
     def wait(self) -> None:
         pass
@@ -232,8 +236,8 @@ def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
 ) -> None:
     started: list[_Answering] = []
 
-    def start(_: Pool, function: object, arguments: Any, options: object) -> _Answering:
-        started.append(_Answering(arguments[0], exits=not started))
+    def start(_: Pool, function: object, arguments: object) -> _Answering:
+        started.append(_Answering(exits=not started))
         return started[-1]
 
     monkeypatch.setattr(Pool, "_start", start)
@@ -384,7 +388,7 @@ def test_queries_are_sent_again_and_failures_are_counted() -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            sender = _Sender(f"127.0.0.1:{server.server_address[1]}", SMALL, 4)
+            sender = _Sender(f"127.0.0.1:{server.server_address[1]}", SMALL)
             sender._expected = {1: np.zeros((8, SMALL.candidates), np.float32)}
             seen = sender.run(loadgen.Settings("SingleStream", 500, 0.2, num_samples=8))
             assert (seen.retries, seen.failed, seen.wrong, seen.messages) == (2, 1, 0, ["bad"])

@@ -20,6 +20,8 @@ from oper.errors import OperError
 from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0  # default time limit of a child's answer
+_STDERR = 2  # descriptor of this process's stderr: only results go to its stdout
+NO_ANSWER = object()  # returned by a command to which the child sends no answer
 # Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
 _ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
@@ -33,16 +35,12 @@ class ProcessOptions:
         environment: environment variables added to, or replacing, those of this process; by default
             the allocator settings (`MALLOC`) that the user has not set.
         cgroup: ``cgroup.procs`` file to which the child's process id is written, or None.
-        log: file for the child's stdout and stderr; None = those of this process.
-        sockets: sockets that the child inherits, under the same descriptor numbers.
     """
 
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {
         k: v for k, v in MALLOC.items() if k not in os.environ})
     cgroup: Path | None = None
-    log: Path | None = None
-    sockets: Sequence[socket.socket] = ()
 
 
 class Child:
@@ -71,16 +69,13 @@ class Child:
         ours, theirs = socket.socketpair()
         self.pipe = Connection(ours.detach())
         self._what = what
-        log = open(options.log, "wb") if options.log else None  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
                 [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
                  str(os.getpid())],
                 env={**inherited, **options.environment, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
-        if log:
-            log.close()
+                stdin=subprocess.DEVNULL, stdout=_STDERR,
+                pass_fds=[theirs.fileno()])
         self.pid = self._process.pid
         if options.cgroup is not None:
             options.cgroup.write_text(str(self.pid))
@@ -127,13 +122,15 @@ class Child:
 
 def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
     """Receive one command in the child and send its result, or its error as an `OperError`; returns
-    False if the parent has closed the pipe."""
+    False if the parent has closed the pipe. Nothing is sent if the result is `NO_ANSWER`."""
     try:
         command, *words = pipe.recv()
     except (EOFError, ConnectionError):
         return False
     try:
-        pipe.send(commands[command](*words))
+        result = commands[command](*words)
+        if result is not NO_ANSWER:
+            pipe.send(result)
     except Exception as error:
         pipe.send(error if isinstance(error, OperError) else OperError(repr(error)))
     return True

@@ -43,16 +43,12 @@ def load_average() -> float:
 
 
 class BusyClock:
-    """Measures how many cores other programs keep busy, from its construction on.
+    """Measures how many cores programs other than this process and its descendants keep busy, from
+    its construction on."""
 
-    Args:
-        own: function that returns the processor time (s) that the measured program has used so far;
-            by default that of this process and its descendants.
-    """
-
-    def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:
+    def __init__(self) -> None:
         self._begin, self._busy = time.perf_counter(), _busy_seconds()
-        self._read, self._own = own, own()
+        self._own = cpu_seconds(os.getpid())
 
     def others(self, total: Callable[[list[float]], list[float]] = list) -> float:
         """Mean number of cores that other programs have kept busy since construction.
@@ -61,7 +57,7 @@ class BusyClock:
             total: function that sums each number of a list over ranks. With several ranks, pass
                 `planning.total` on all of them; the call is then collective.
         """
-        own, = total([self._read() - self._own])
+        own, = total([cpu_seconds(os.getpid()) - self._own])
         wall = time.perf_counter() - self._begin
         return max(0.0, (_busy_seconds() - self._busy - own) / wall)
 

@@ -7,23 +7,22 @@ contenders.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import functools
 import gc
 import os
 import select
-import socket
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from oper.bench.core.child import Child, ProcessOptions, obey
+from oper.bench.core.child import NO_ANSWER, Child, obey
 from oper.bench.core.memory import pss_bytes, unfiled_pss_bytes
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
@@ -45,7 +44,6 @@ _PAIRS = 512  # limit of the queries per message
 @dataclass(slots=True)
 class _Worker:
     process: Child
-    queries: socket.socket
     outstanding: set[int] = field(default_factory=set)  # LoadGen's ids of the queries in work
 
 
@@ -76,21 +74,15 @@ class Pool:
 
     def grow(self, count: int) -> None:
         """Start workers until at least `count` are ready to score."""
-        new = range(len(self._workers), count)
-        for _ in new:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                process = self._start(_work, (
-                    theirs.fileno(), self.kind, self._served, self._name, self._batching,
-                    self._as_messages), ProcessOptions(sockets=(theirs,)))
-            self._workers.append(_Worker(process, ours))
-        for k in new:
-            self._workers[k].process.wait()
+        new = [_Worker(self._start(_work, (self.kind, self._served, self._name, self._batching,
+                                           self._as_messages)))
+               for _ in range(len(self._workers), count)]
+        self._workers += new
+        for worker in new:
+            worker.process.wait()
 
-    def _start(self, function: Any, arguments: tuple[Any, ...],
-               options: ProcessOptions | None = None) -> Child:
-        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})",
-                     options)
+    def _start(self, function: Any, arguments: tuple[Any, ...]) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})")
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
         """Set threads, samples per batch and variant (see `VARIANTS`) of the first `count`
@@ -133,10 +125,21 @@ class Pool:
         """Run LoadGen; a query goes to the least loaded of the first `count` workers. Raises
         OperError if a worker fails."""
         used = self._workers[:count]
-        stop, lock = threading.Event(), threading.Lock()
         lost: list[int] = []
-        receiver = threading.Thread(target=_receive, args=(used, stop, lost, lock))
-        receiver.start()
+        lock = threading.Lock()
+
+        def receive(worker: _Worker) -> None:
+            """Report completed queries to LoadGen, and those of a worker that fails."""
+            try:
+                while done := worker.process.pipe.recv():
+                    if isinstance(done, OperError):
+                        raise done
+                    worker.outstanding.difference_update(done)
+                    loadgen.complete(done)
+            except (EOFError, ConnectionError, OperError):
+                with lock:
+                    lost.append(worker.process.pid)
+                loadgen.complete(list(worker.outstanding))
 
         def issue(pairs: list[tuple[int, int]]) -> None:
             size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
@@ -149,15 +152,19 @@ class Pool:
                         continue
                     worker = min(used, key=lambda w: len(w.outstanding))
                     worker.outstanding.update(numbers)
-                # Without the lock, since this waits for the worker, which waits for `_receive`.
-                with contextlib.suppress(ConnectionError):  # `_receive` answers these
-                    worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+                # Without the lock, since this waits for the worker, which waits for `receive`.
+                with contextlib.suppress(ConnectionError):  # `receive` answers these
+                    worker.process.send("queries", part)
 
-        try:
-            result = loadgen.run(settings, issue)
-        finally:
-            stop.set()
-            receiver.join()
+        with ThreadPoolExecutor(count) as threads:
+            for worker in used:
+                threads.submit(receive, worker)
+            try:
+                result = loadgen.run(settings, issue)
+            finally:
+                for worker in used:
+                    with contextlib.suppress(ConnectionError):
+                        worker.process.send("end")
         if lost:
             raise OperError("a worker has failed during the run", "contender", self.kind,
                             "a running worker", "see its log above")
@@ -170,33 +177,7 @@ class Pool:
         """Close all processes."""
         for child in self._children():
             child.close()
-        for worker in self._workers:
-            worker.queries.close()
         self._workers.clear()
-
-
-def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int],
-             lock: threading.Lock) -> None:
-    """Report completed queries to LoadGen, and those of a worker that has exited, until `stop`."""
-    poll = select.poll()
-    by_number = {w.queries.fileno(): w for w in workers}
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    while not stop.is_set():
-        for number, _ in poll.poll(50):
-            worker, done = by_number[number], array.array("Q")
-            data = b""
-            with contextlib.suppress(ConnectionError):
-                data = worker.queries.recv(1 << 16)
-            if not data:
-                with lock:
-                    lost.append(worker.process.pid)
-                poll.unregister(number)
-                loadgen.complete(list(worker.outstanding))
-                continue
-            done.frombytes(data)
-            worker.outstanding.difference_update(done)
-            loadgen.complete(done.tolist())
 
 
 # ---- in the processes ----------------------------------------------------------------------------
@@ -225,12 +206,11 @@ def _published(publication: Any) -> dict[str, Any]:
             "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
 
 
-def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
-          batching: BatchOptions, as_messages: bool) -> None:
-    """Worker process: score queries from the socket with descriptor `number`."""
+def _work(control: Any, kind: str, served: ServeWork, name: str, batching: BatchOptions,
+          as_messages: bool) -> None:
+    """Worker process: score queries and execute commands until the parent closes `control`."""
     import torch
 
-    queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
     library = [served.query(k) for k in range(served.num_queries)]
     build(served, "meta")  # imports modules, whose memory is not the model's
@@ -244,57 +224,39 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
     # The HTTP messages to decode; empty = queries are used as they are in memory.
     messages = [encode_request(r) for r in library] if as_messages else []
 
-    def done(number: bytes, pending: PendingRequest) -> None:
+    def done(number: int, pending: PendingRequest) -> None:
         if pending.error is not None:  # a failed query must not count as a fast one
             traceback.print_exception(pending.error)
             os._exit(1)
         assert pending.result is not None
         if messages:
             encode_scores(*pending.result, served.signature.name)
-        queries.send(number)
+        control.send([number])
 
-    def submit(number: bytes, index: int) -> None:
-        request = decode_request(*messages[index], served.signature) if messages else library[index]
-        batcher.submit(PendingRequest(request, functools.partial(done, number)))
+    def submit(pairs: list[tuple[int, int]]) -> object:
+        for number, index in pairs:
+            request = (decode_request(*messages[index], served.signature) if messages
+                       else library[index])
+            batcher.submit(PendingRequest(request, functools.partial(done, number)))
+        return NO_ANSWER
 
-    gc.collect()
-    gc.freeze()  # as the server's workers do
-    control.send(True)
-
-    def configure(threads: int, max_samples: int, variant: str) -> bool:
+    def configure(threads: int, max_samples: int, variant: str) -> None:
         torch.set_num_threads(threads)
         predictor.variant = variant
         batcher.options = replace(batching, max_samples=max_samples)
-        return True
 
     commands: dict[str, Callable[..., Any]] = {
-        "configure": configure, "memory": lambda: loaded,
+        "queries": submit, "end": list, "configure": configure, "memory": lambda: loaded,
         "scores": lambda numbers: np.stack(
             [predictor.predict(served.query(k))[0] for k in numbers])}
-    going = True
-    while going:
-        _serve(queries, control, batcher, submit)
-        going = obey(control, commands)
-
-
-def _serve(queries: socket.socket, control: Any, batcher: Batcher,
-           submit: Callable[[bytes, int], None]) -> None:
-    """Score queries until a command arrives. Like the server's workers, the reading thread scores
-    batches of the queries that have arrived."""
-    poll = select.poll()
-    for end in (queries, control):
-        poll.register(end, select.POLLIN)
-    while True:
-        ready = {number for number, _ in poll.poll(0 if batcher.queued else None)}
-        if queries.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                while data := queries.recv(1 << 16, socket.MSG_DONTWAIT):
-                    pairs = array.array("Q")
-                    pairs.frombytes(data)
-                    for k in range(0, len(pairs), 2):
-                        submit(pairs[k:k + 1].tobytes(), pairs[k + 1])
-                poll.unregister(queries)  # the other end was closed
+    gc.collect()
+    gc.freeze()  # as the server's workers do
+    control.send(True)
+    poll, is_open = select.poll(), True
+    poll.register(control, select.POLLIN)
+    # Like in the server's workers, the reading thread scores batches of the queries that have
+    # arrived.
+    while is_open:
+        while is_open and poll.poll(0 if batcher.queued else None):
+            is_open = obey(control, commands)
         batcher.turn()
-        if control.fileno() in ready and not batcher.queued:
-            return
-
