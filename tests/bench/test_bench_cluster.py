@@ -17,7 +17,6 @@ import torch
 from torchrec.distributed.planner.types import PlannerError
 
 from oper import cli
-from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.comparisons import FewerBits, LinkChange, Overlap, ReplicaGroupsCase
@@ -54,8 +53,7 @@ def _namespaces() -> list[str]:
 
 def _run(*cases: OnHosts) -> list[dict[str, Any]]:
     """Measure cases; their entries must be verified, and can be shown as text and as a page."""
-    alone = as_toml(Topology.this_host(2))
-    entries = list(measured([replace(c, constants=alone) for c in cases]))
+    entries = list(measured(cases))
     assert not _namespaces()
     for entry in entries:
         assert entry["verified"] is True, entry

@@ -9,6 +9,7 @@ namespaces that a killed run has left behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from oper.bench.core.child import ProcessOptions
 from oper.bench.core.workload import Workload
 from oper.errors import OperError
 from oper.support.locks import locked
+from oper.topology import Topology
 
 PREFIX = "oper-cluster-"
 INTERFACE = "eth0"
@@ -81,12 +83,13 @@ class OnHosts:
     Attributes:
         name: the case's name in the record.
         links: the cluster.
-        constants: topology file (TOML text) of processes that share this machine.
+        constants: the topology of processes that share this machine.
     """
 
     name: str
     links: Links
-    constants: str = field(default="", kw_only=True)
+    constants: Topology = field(default_factory=functools.partial(Topology.this_host, 2),
+                                kw_only=True)
     threads_per_rank: ClassVar[int] = 1
 
     @property
