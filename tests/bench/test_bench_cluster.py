@@ -289,12 +289,6 @@ def test_a_slow_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(runner.sides) == ["oper", "peer"]
 
 
-def test_placements_are_distinguished() -> None:
-    some = [Contender("torchrec-any", "torchrec", placed={"a": f"table_wise [{k}]"})
-            for k in (0, 1, 1)]
-    assert some[0].key != some[1].key == some[2].key
-
-
 def test_totals_count_predicted_contenders_only() -> None:
     def contender(runtime: str, executed: float, predicted: float | None) -> dict[str, Any]:
         return {"runtime": runtime, "executed_ms": executed, "predicted_ms": predicted}

@@ -86,7 +86,7 @@ def elapsed(call: Callable[[], Any]) -> float:
 def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
                per_round: int, lead_in: int = 1,
                before: Mapping[str, Callable[[int], Any]] | None = None,
-               seconds: Callable[[Callable[[], Any]], float] | None = None
+               measure: Callable[[Callable[[], Any]], float] | None = None
                ) -> dict[str, np.ndarray]:
     """Time several contenders in alternation on this rank.
 
@@ -99,10 +99,10 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
         align: function that synchronizes all ranks; called before every call and not timed.
         rounds, per_round, lead_in: see above.
         before: by contender, a function called before `align`, with the same argument; not timed.
-        seconds: function that runs a call and returns its duration (s); by default `elapsed`.
+        measure: function that runs a call and returns its measurement; by default `elapsed`.
 
     Returns:
-        float64 [rounds * per_round] seconds by contender.
+        float64 [rounds * per_round] measurements by contender, by default seconds.
     """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -115,7 +115,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                 if before:
                     before[name](calls[name])
                 align()
-                spent = (seconds or elapsed)(functools.partial(run, calls[name]))
+                spent = (measure or elapsed)(functools.partial(run, calls[name]))
                 calls[name] += 1
                 if k >= lead_in:
                     taken[name].append(spent)

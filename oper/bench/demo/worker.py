@@ -170,13 +170,11 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
     """Train all sides, interleaved; returns this rank's step times (s) by side, float64 [n]."""
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
-    batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
+    batches = dict(zip(sides, itertools.tee(_training_batches(case, ranks()[0]), len(sides)),
+                       strict=True))
 
     def step(k: int, name: str) -> None:
-        if k not in drawn:  # the first side of a round draws the batches, the rest reuse them
-            drawn.pop(k - PER_TURN, None)
-            drawn[k] = next(batches)
-        logits[name].append(sides[name][0].step(drawn[k])[1][1])
+        logits[name].append(sides[name][0].step(next(batches[name]))[1][1])
         if k + 1 == case.checked_steps:
             _write(case, name, logits[name], sides[name][0].module)
         if name == "oper" and k % 32 == 31:

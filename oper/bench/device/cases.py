@@ -180,7 +180,7 @@ def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int]
     """Run `record.interleave` with the device's clock after a warm-up round; `summary` by name."""
     record.interleave(runs, clock.wait, 1, case.per_round, before=before)
     taken = record.interleave(runs, clock.wait, case.rounds, case.per_round, before=before,
-                              seconds=clock.seconds)
+                              measure=clock.seconds)
     return {name: record.summary(t) for name, t in taken.items()}
 
 
