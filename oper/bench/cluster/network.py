@@ -152,6 +152,12 @@ def _run(*words: str) -> str:
     return done.stdout
 
 
+def _set(space: str, *commands: str) -> None:
+    """Run commands of ``ip`` in a namespace."""
+    for command in commands:
+        _run("ip", "-n", space, *command.split())
+
+
 def host_name(host: int) -> str:
     """Name of a host's network namespace."""
     return f"{PREFIX}{host}"
@@ -252,25 +258,21 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _set_up(links: Links) -> list[ProcessOptions]:
-    for rack in range(1 + (links.uplink_mbits > 0)):
-        space = _switch_name(rack)
+    switches = [_switch_name(rack) for rack in range(1 + (links.uplink_mbits > 0))]
+    for space in (*switches, *map(host_name, range(links.num_hosts))):
         _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", space, "link", "set", "bridge", "up")
+    for space in switches:
+        _set(space, "link add bridge type bridge", "link set bridge up")
     if links.uplink_mbits:
-        _run("ip", "-n", _switch_name(0), "link", "add", _UPLINK, "type", "veth", "peer", "name",
-             _UPLINK, "netns", _switch_name(1))
-        for rack in (0, 1):
-            _run("ip", "-n", _switch_name(rack), "link", "set", _UPLINK, "master", "bridge", "up")
+        _set(switches[0], f"link add {_UPLINK} type veth peer name {_UPLINK} netns {switches[1]}")
+        for space in switches:
+            _set(space, f"link set {_UPLINK} master bridge up")
     for host in range(links.num_hosts):
-        space, switch, port = host_name(host), _switch_name(links.rack_of(host)), f"port{host}"
-        _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "add", INTERFACE, "type", "veth", "peer", "name", port,
-             "netns", switch)
-        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        _run("ip", "-n", space, "addr", "add", f"{_SUBNET}{host + 1}/24", "dev", INTERFACE)
-        for device in (INTERFACE, "lo"):
-            _run("ip", "-n", space, "link", "set", device, "up")
+        switch, port = switches[links.rack_of(host)], f"port{host}"
+        _set(host_name(host), f"link add {INTERFACE} type veth peer name {port} netns {switch}",
+             f"addr add {_SUBNET}{host + 1}/24 dev {INTERFACE}",
+             f"link set {INTERFACE} up", "link set lo up")
+        _set(switch, f"link set {port} master bridge up")
     quota = _make_quota(links.host_0_cpu * links.ranks_per_host) if links.host_0_cpu < 1 else None
     rank_options = []
     for rank, host in enumerate(links.host_of):

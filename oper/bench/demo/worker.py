@@ -18,7 +18,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
-from oper.bench.tables.sides import PLAN_KINDS, Side, sharding_types
+from oper.bench.tables.sides import PLAN_KINDS, Side, collections_of, sharding_types
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
@@ -127,17 +127,13 @@ def _model(case: Training) -> nn.Module:
 
 def _side(case: Training, kind: str) -> tuple[Engine, Any]:
     """The model of ``"oper"`` or of one of TorchRec's `PLAN_KINDS`, and its embedding bags."""
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-
-    from oper.integration.torchrec_modules import ShardedEmbeddingBags
-
     if kind == "oper":
         engine = with_oper(_model(case), _config(case), plan=case.plan, stats=None)
     else:
         engine = with_torchrec(_model(case), _config(case),
                                lambda table: sharding_types(kind, table.num_embeddings))
-    return engine, next(m for m in engine.bare.modules() if isinstance(
-        m, ShardedEmbeddingBags | ShardedEmbeddingBagCollection))
+    bags, = collections_of(engine.bare)
+    return engine, bags
 
 
 def _config(case: Training, batch_size: int = 0) -> TrainConfig:
