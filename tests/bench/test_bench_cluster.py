@@ -17,7 +17,6 @@ import torch
 from torchrec.distributed.planner.types import PlannerError
 
 from oper import cli
-from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.comparisons import FewerBits, LinkChange, Overlap, ReplicaGroupsCase
@@ -54,8 +53,7 @@ def _namespaces() -> list[str]:
 
 def _run(*cases: OnHosts) -> list[dict[str, Any]]:
     """Measure cases; their entries must be verified, and can be shown as text and as a page."""
-    alone = as_toml(Topology.this_host(2))
-    entries = list(measured([replace(c, constants=alone) for c in cases]))
+    entries = list(measured(cases))
     assert not _namespaces()
     for entry in entries:
         assert entry["verified"] is True, entry
@@ -135,7 +133,7 @@ def test_replica_groups_behind_a_slow_uplink() -> None:
     assert found["largest_difference"] > 0
     assert set(found["replica_groups"].values()) == {2} and found["ratio_groups"] > 1.2
     assert min(found["ratio_delayed"], found["ratio_rounded"]) > found["ratio_groups"]
-    assert (found["bound_delayed_ms"] < found["predicted_delayed_ms"]
+    assert (found["bound_delayed_ms"] <= found["predicted_delayed_ms"]
             < found["predicted_groups_ms"] < found["predicted_one_group_ms"])
 
 
@@ -289,12 +287,6 @@ def test_a_slow_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["oper"] < 100 and found["peer"] < 100 and found["slow"] > 150
     assert all(len(x) >= 2 for x in taken.values())
     assert list(runner.sides) == ["oper", "peer"]
-
-
-def test_placements_are_distinguished() -> None:
-    some = [Contender("torchrec-any", "torchrec", placed={"a": f"table_wise [{k}]"})
-            for k in (0, 1, 1)]
-    assert some[0].key != some[1].key == some[2].key
 
 
 def test_totals_count_predicted_contenders_only() -> None:

@@ -11,8 +11,7 @@ from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite as device
 from oper.bench.device.cases import draw_inputs, floor_bytes
-from oper.bench.device.contenders import open_tables, oper_side
-from oper.bench.device.reference import Reference
+from oper.bench.device.contenders import Reference, open_tables, oper_side
 from oper.plan import uniform_plan
 from oper.shmem import library
 from tests.cuda import emulated

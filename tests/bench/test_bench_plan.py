@@ -1,13 +1,12 @@
 """The planning benchmark: its record, its table, and TorchRec's planner in a child process."""
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from oper.bench.plan import suite as plan, torchrec_planner as plan_peer
-from oper.bench.plan.torchrec_planner import TorchRecPlanner
+from oper.bench.plan import suite as plan, torchrec_planner
 from oper.bench.plan.workloads import Workload, cluster, drawn, machine
 from oper.errors import InvalidInputError
 from oper.plan import Plan
@@ -186,20 +185,27 @@ def stated() -> Problem:
     return make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
 
 
-def test_a_planner_that_does_not_return_is_ended(stated: Problem) -> None:
-    with closing(TorchRecPlanner(10.0)) as planner:
-        planner.time_limit_s = -1.9  # gives up after a tenth of a second
-        assert planner.propose(stated) == {}
-        assert planner._child is None
-        planner.time_limit_s = 10.0
-        again = planner.propose(stated)
+@pytest.fixture
+def no_planner() -> Iterator[None]:
+    """No planner runs at the beginning, nor afterwards."""
+    def end() -> None:
+        if torchrec_planner._planner.cache_info().currsize:
+            torchrec_planner._planner().close(0)
+        torchrec_planner._planner.cache_clear()
+
+    end()
+    yield
+    end()
+
+
+def test_a_planner_that_does_not_return_is_ended(stated: Problem, no_planner: None) -> None:
+    assert torchrec_planner.propose(stated, -1.9) == {}  # gives up after a tenth of a second
+    assert not torchrec_planner._planner.cache_info().currsize
+    again = torchrec_planner.propose(stated, 10.0)
     assert again and all(isinstance(p, Plan) for p in again.values())
-    assert planner._child is None
 
 
-def test_a_planner_that_dies_counts_as_one_without_plans(stated, monkeypatch) -> None:
-    monkeypatch.setattr(plan_peer, "_serve", helpers.dies)
-    with closing(TorchRecPlanner(30.0)) as planner:
-        for _ in range(2):
-            assert planner.propose(stated) == {}
-            assert planner._child is None
+def test_a_planner_that_dies_counts_as_one_without_plans(stated, monkeypatch, no_planner) -> None:
+    monkeypatch.setattr(torchrec_planner, "_serve", helpers.dies)
+    for _ in range(2):
+        assert torchrec_planner.propose(stated, 30.0) == {}

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
 from oper.support.files import check_target, write_text
 from oper.support.flags import whole
-from oper.topology import Costs, Domain, Topology
+from oper.topology import Costs, Topology
 
 #: Placements of the fit; each constant affects at least one of them.
 _FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
@@ -457,32 +457,16 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 def as_toml(topology: Topology) -> str:
     """The text of a topology file (TOML); each domain of the topology must be one host."""
-    lines = [f'name = "{topology.name}"', f'source = "{topology.source}"']
-    if topology.hosts_share_links:
-        lines.append("hosts_share_links = true")
-    domains = list(topology.domains)
-    if len({_values_of(d) for d in domains}) == 1:
-        copies = {"copies": len(domains), "per_host": 1} if len(domains) > 1 else {}
-        blocks = [copies | dict(_values_of(domains[0]))]
-    else:
-        blocks = [{"host": d.host} | dict(_values_of(d)) for d in domains]
-    for block in blocks:
-        lines += ["", "[[domain]]", *(f"{k} = {v}" for k, v in block.items())]
+    lines = [f'name = "{topology.name}"', f'source = "{topology.source}"',
+             f"hosts_share_links = {str(topology.hosts_share_links).lower()}"]
+    for domain in topology.domains:
+        lines += ["", "[[domain]]", *_lines({**asdict(domain), "ranks": len(domain.ranks)})]
     for rack in topology.racks:
-        lines += ["", "[[rack]]", f"hosts = {list(rack.hosts)}",
-                  f"uplink_gbps = {_rounded(rack.uplink_gbps)}"]
-    lines += ["", "[costs]",
-              *(f"{f.name} = {getattr(topology.costs, f.name)}" for f in fields(Costs))]
-    return "\n".join(lines) + "\n"
+        lines += ["", "[[rack]]", *_lines({**asdict(rack), "hosts": list(rack.hosts)})]
+    return "\n".join([*lines, "", "[costs]", *_lines(asdict(topology.costs))]) + "\n"
 
 
-def _rounded(gbps: float) -> float:
-    return float(f"{gbps:.5g}")
-
-
-def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
-    return (("ranks", len(d.ranks)), ("memory_bytes", d.memory_bytes),
-            ("read_gbps", _rounded(d.read_gbps)), ("cache_gbps", _rounded(d.cache_gbps)),
-            ("cache_bytes", d.cache_bytes), ("link_gbps", _rounded(d.link_gbps)),
-            ("cross_gbps", _rounded(d.cross_gbps)))
-
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """Lines of a TOML table; bandwidths are rounded to five digits."""
+    return [f"{name} = {float(f'{x:.5g}') if name.endswith('_gbps') else x}"
+            for name, x in values.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -19,11 +18,12 @@ from oper.bench.cluster.contenders import (
     IN_PARTS,
     ClusterRun,
     Contender,
+    OnCluster,
     Planned,
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import INTERFACE, Links, WithWorkload, num_dropped
+from oper.bench.cluster.network import INTERFACE, Links, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import median_phases, over, paired
@@ -47,7 +47,7 @@ _ROUNDS = (3, 50)  # minimum and maximum; within them, `Case.timed_s` determines
 
 
 @dataclass(frozen=True, slots=True)
-class Case(WithWorkload):
+class Case(OnCluster):
     """A workload on an emulated cluster.
 
     Attributes:
@@ -63,42 +63,31 @@ class Case(WithWorkload):
     whole_model: bool = False
     timed_s: float = 12.0
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan, build, verify and time all contenders; rank 0 returns the record's entry.
-        Collective."""
-        runner = _Runner(self, progress)
-        try:
-            return runner.run()
-        finally:  # the next case needs the memory
-            for name in list(runner.sides):
-                runner.close(name)
+    def start(self, progress: Progress) -> _Runner:
+        return _Runner(self, progress)
 
-
-_Unsharded = tuple[Checks, Reference | None, dict[Any, dict[str, Any]]]
+    def compare(self, run: _Runner) -> dict[str, Any]:
+        """Plan, build, verify and time all contenders. Collective."""
+        return run.run()
 
 
 @functools.lru_cache(maxsize=1)
-def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
-    """State shared by the cases of one workload: batches, the unsharded model (rank 0) and the
-    verdicts of comparing contenders with it, by `Contender.key`."""
+def _unsharded(work: Workload, objective: str, whole_model: bool
+               ) -> tuple[Checks, Reference | None]:
+    """Batches and the unsharded model (rank 0), shared by the cases of one workload."""
     checks = Checks(work)
     dense = Dense() if whole_model else None
-    return checks, None if checks.rank else Reference(checks, dense), {}
+    return checks, None if checks.rank else Reference(checks, dense)
 
 
 class _Runner(ClusterRun):
-    """Measures a `Case`; `sides` are the contenders that are open."""
+    """Measures a `Case`."""
 
     def __init__(self, case: Case, progress: Progress) -> None:
         super().__init__(case, progress)
         self.trains = case.objective == "training"
-        self.sides: dict[str, Side] = {}
         self.machine: dict[str, Any] = {}  # machine description for TorchRec's planner
-
-    @property
-    def unsharded(self) -> _Unsharded:
-        """See `_unsharded`."""
-        return _unsharded(self.work, self.case.objective, self.case.whole_model)
+        self.verdicts: dict[str, dict[str, Any]] = {}  # of the verification, by contender
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -135,25 +124,17 @@ class _Runner(ClusterRun):
 
     # ---- verification ----------------------------------------------------------------------------
 
-    def _verify(self, contender: Contender, side: Side) -> bool:
-        """Whether a side's results agree with the unsharded model's. Collective. Rate limits are
-        lifted during the comparison, which does not depend on them."""
-        checks, reference, verdicts = self.unsharded
-        if contender.key not in verdicts:
-            limit(self.links, False)
-            if self.trains:
-                tables = side.tables
-                side.tables = tables if contender.name in ("oper", IN_PARTS) else None
-                verdict = verify(side, checks, reference)
-                side.tables = tables
-            else:
-                verdict = self._compare_lookups(side)
-            verdicts[contender.key] = gather(verdict)[0]
-            limit(self.links)
-        return bool(verdicts[contender.key]["passed"])
-
-    def _compare_lookups(self, side: Side) -> dict[str, Any]:
-        verdict, (checks, reference, _) = Verdict(), self.unsharded
+    def _verify(self, contender: Contender, side: Side) -> dict[str, Any]:
+        """Compare a side's results with the unsharded model's; rank 0 returns the verdict.
+        Collective."""
+        checks, reference = _unsharded(self.work, self.case.objective, self.case.whole_model)
+        if self.trains:
+            tables = side.tables
+            side.tables = tables if contender.name in ("oper", IN_PARTS) else None
+            found = verify(side, checks, reference)
+            side.tables = tables
+            return found
+        verdict = Verdict()
         for step in range(len(checks.ids)):
             ours = gather_rows(side.lookup(checks.batch(step, self.rank).sparse_features))
             if reference is not None:
@@ -226,8 +207,9 @@ class _Runner(ClusterRun):
         elif not self.case.whole_model:  # a DLRM's gradient comes from its loss
             self.set_gradient([side], self.given[0])
         self.sides[contender.name] = side
-        contender.placed = side.plan.get("tables")
-        self._verify(contender, side)
+        limit(self.links, False)  # the comparison does not depend on the links
+        self.verdicts[contender.name] = self._verify(contender, side)
+        limit(self.links)
         if side.pipeline is not None:
             side.pipeline.num_parts, run, step = None, self._call(side), 0
             while side.pipeline.num_parts is None:  # the pipeline first measures which is fastest
@@ -264,7 +246,7 @@ class _Runner(ClusterRun):
                 "executed_ms": round(screened[c.name] if times is None
                                      else float(np.median(times)), 3),
                 "is_screened_only": times is None,
-                "verification": self.unsharded[2][c.key]}
+                "verification": self.verdicts[c.name]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":
@@ -292,13 +274,6 @@ class _Runner(ClusterRun):
             "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
-
-    # ---- closing ---------------------------------------------------------------------------------
-
-    def close(self, name: str) -> None:
-        """Close a side and free its memory. Collective."""
-        self.sides.pop(name).close()
-        gc.collect()
 
 
 def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, trains: bool

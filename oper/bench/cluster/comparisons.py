@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,14 @@ import torch.distributed as dist
 
 from oper.bench.cluster.case import HEADER_BYTES, bytes_of_step, sent_by_host
 from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import ClusterRun, build_in_parts, build_plan, largest_difference
-from oper.bench.cluster.network import WithWorkload
+from oper.bench.cluster.contenders import (
+    ClusterRun,
+    OnCluster,
+    build_in_parts,
+    build_plan,
+    largest_difference,
+)
 from oper.bench.core import record
-from oper.bench.core.launch import Progress
 from oper.bench.core.measure import nothing, over, paired
 from oper.bench.core.planning import gather, slowest
 from oper.bench.tables.sides import Dense, Side
@@ -40,7 +44,7 @@ _OVERLAP_ROUNDS = {"unlimited": (1, 4), "limited": (2, 4)}  # per turn, and step
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap(WithWorkload):
+class Overlap(OnCluster):
     """Steps of a whole DLRM in whole batches and in micro-batches, on limited and on unlimited
     links.
 
@@ -49,17 +53,16 @@ class Overlap(WithWorkload):
     ``unlimited_ms``, the time of a step on unlimited links.
     """
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Make, compare and time all sides; rank 0 returns the record's entry. Collective."""
-        run = ClusterRun(self, progress)
+    def compare(self, run: ClusterRun) -> dict[str, Any]:
+        """Compare and time whole batches and micro-batches. Collective."""
         run.prepare()
-        progress("planning")
+        run.say("planning")
         plan = run.plan()
-        progress("comparing with the unsharded model")
+        run.say("comparing with the unsharded model")
         limit(self.links, False)
         checks = Checks(self.work)
         reference = None if run.rank else Reference(checks, Dense())
-        sides = {WHOLE: build_plan(self.work, plan, dense=Dense()), **{
+        sides = run.sides = {WHOLE: build_plan(self.work, plan, dense=Dense()), **{
             f"{n} micro-batch{'es' * (n > 1)}": build_in_parts(self.work, plan, n)
             for n in _PARTS}}
         passed = all([gather(verify(side, checks, reference).get("passed"))[0]
@@ -67,10 +70,6 @@ class Overlap(WithWorkload):
         unlimited, times = self._timed(run, sides)
         sent = {name: sent_by_host(self.links, over(run.given, side.step))
                 for name, side in sides.items()}
-        for side in sides.values():
-            side.close()
-        if run.rank:
-            return {}
         found: dict[str, dict[str, Any]] = {}
         for name, seconds in times.items():
             payloads = [num_bytes - HEADER_BYTES * packets for num_bytes, packets in sent[name]]
@@ -118,7 +117,7 @@ _ADDITIONS = 1e-5  # relative error due to another order of additions
 
 
 @dataclass(frozen=True, slots=True)
-class FewerBits(WithWorkload):
+class FewerBits(OnCluster):
     """OPER's plan with exact messages against its plan under a variance budget, in training.
 
     Attributes:
@@ -127,15 +126,14 @@ class FewerBits(WithWorkload):
 
     message_variance: float = 5e-4
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Make, compare and time both plans; rank 0 returns the record's entry. Collective."""
-        run = ClusterRun(self, progress)
+    def compare(self, run: ClusterRun) -> dict[str, Any]:
+        """Compare and time both plans. Collective."""
         run.prepare()
-        progress("planning")
+        run.say("planning")
         plans = {name: run.plan(message_variance=budget)
                  for name, budget in ((EXACT, None), (FEWER, self.message_variance))}
-        sides = {name: run.side(plan) for name, plan in plans.items()}
-        progress("comparing answers, and the exact side with the unsharded model")
+        sides = {name: run.open(name, plan) for name, plan in plans.items()}
+        run.say("comparing answers, and the exact side with the unsharded model")
         limit(self.links, False)
         checks = Checks(self.work)
         error, largest = _rounding(sides, checks, plans[FEWER])
@@ -145,8 +143,6 @@ class FewerBits(WithWorkload):
         times = run.time(steps, dist.barrier, rounds=_ROUNDS)
         sent = {n: bytes_of_step(run, steps[n], plan, True)
                 for n, plan in plans.items()}
-        for side in sides.values():
-            side.close()
         if run.rank:
             return {}
         found = {name: {
@@ -195,7 +191,7 @@ _CHECKED = 3  # steps before rows are compared
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaGroupsCase(WithWorkload):
+class ReplicaGroupsCase(OnCluster):
     """OPER's plan for all hosts as one group against its plans for replica groups that wait for
     synchronizations, that continue with the next steps (``delayed``), and that wait and send rows
     of 8 bits per number (``rounded``).
@@ -207,24 +203,23 @@ class ReplicaGroupsCase(WithWorkload):
 
     every: int = 4
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Make the plans, compare rows and time steps; rank 0 returns the record's entry.
-        Collective."""
-        run = ClusterRun(self, progress)
+    def compare(self, run: ClusterRun) -> dict[str, Any]:
+        """Make the plans, compare rows and time steps. Collective."""
         run.prepare()
         options: dict[str, dict[str, int]] = {
             "groups": {}, "delayed": {"synchronize_delay": self.every},
             "rounded": {"synchronize_bits": 8}}
         plans = {"one": run.plan(), **{name: run.plan(synchronize_every=self.every, **given)
                                        for name, given in options.items()}}
-        progress("comparing rows with those of one group")
+        run.say("comparing rows with those of one group")
         limit(self.links, False)
-        exact = run.trained(replace(plans["groups"], synchronize_every=1), _CHECKED)
-        error = largest_difference(exact, run.trained(plans["one"], _CHECKED))
-        exact.close()
+        error = largest_difference(*(run.open(name, plan, _CHECKED) for name, plan in (
+            ("exact", replace(plans["groups"], synchronize_every=1)), ("one", plans["one"]))))
+        for name in list(run.sides):
+            run.close(name)
         limit(self.links)
-        progress("timing")
-        sides = {name: run.side(plan) for name, plan in plans.items()}
+        run.say("timing")
+        sides = {name: run.open(name, plan) for name, plan in plans.items()}
         waiting = sides["delayed"].tables
         assert waiting is not None
 
@@ -244,10 +239,6 @@ class ReplicaGroupsCase(WithWorkload):
                          before={n: complete if n != "delayed" else nothing for n in sides},
                          rounds=(max(_STEPS // self.every, _LEAST_ROUNDS), 1))
         rounds = {n: t / self.every * 1e3 for n, t in times.items()}
-        for side in sides.values():
-            side.close()
-        if run.rank:
-            return {}
         compared = {name: {x["groups"]: x for x in plans[name].notes["replica_groups"]}
                     for name in options}
         found: dict[str, Any] = {}
@@ -276,7 +267,7 @@ _MOST_STEPS = 300  # limit of the steps after the change, in case the replanner 
 
 
 @dataclass(frozen=True, slots=True)
-class LinkChange(WithWorkload):
+class LinkChange(OnCluster):
     """A case in which host 0's link slows down during training.
 
     Attributes:
@@ -285,41 +276,52 @@ class LinkChange(WithWorkload):
 
     share_after: float = 0.25
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, slow the link down and compare; rank 0 returns the record's entry. Collective."""
+    def compare(self, run: ClusterRun) -> dict[str, Any]:
+        """Train, slow the link down and compare. Collective."""
         slower = replace(self.links, slow_host_share=self.share_after)
-        begun = _WatchedRun(self, progress)
-        begun.prepare()
-        first = begun.plan()
-        side = begun.side(first)
-        watch = Replanner(side.model, begun.stats, begun.topology, WatchOptions(window=_WINDOW))
-        progress(f"{_BEFORE} steps, then host 0's link goes down to {self.share_after:g} of its "
-                 "rate")
-        early = begun.train(side, watch, _BEFORE)
+        run.prepare()
+        first = run.plan()
+        side = run.open("moved", first)
+        watch = Replanner(side.model, run.stats, run.topology, WatchOptions(window=_WINDOW))
+        step_ms: list[float] = []  # this rank's time of each step
+        events: list[Event] = []
+
+        def train(num_steps: int, until: str = "") -> None:
+            """Train for `num_steps`, or up to the first event of the kind `until`."""
+            for _ in range(num_steps):
+                step_ms.append(1e3 * record.elapsed(
+                    functools.partial(run.step, side, len(step_ms))))
+                if event := watch.step():
+                    run.say(f"{event.kind} after {event.step} steps")
+                    events.append(event)
+                    if event.kind == until:
+                        return
+
+        run.say(f"{_BEFORE} steps, then host 0's link goes down to {self.share_after:g} of its "
+                "rate")
+        train(_BEFORE)
         limit(slower)
-        changed_at = len(begun.step_ms)
-        events = begun.train(side, watch, _MOST_STEPS, lambda event: event.kind == "moved")
-        moved_at = len(begun.step_ms)
+        changed_at, num_early = len(step_ms), len(events)
+        train(_MOST_STEPS, "moved")
+        moved_at = len(step_ms)
         limit(slower, False)
-        progress("comparing rows with a run that never moved")
-        error = largest_difference(side, begun.trained(first, len(begun.step_ms)))
+        run.say("comparing rows with a run that never moved")
+        error = largest_difference(side, run.open("still", first, len(step_ms)))
+        run.close("still")
         limit(slower)
-        progress("comparing step times with those of a plan made for these links")
-        begun.topology, _ = measured_topology(slower, self.constants)
-        fresh = begun.side(begun.plan())
-        both = {"moved": side, "fresh": fresh}
-        times = begun.time({n: functools.partial(begun.step, s) for n, s in both.items()},
-                           dist.barrier, rounds=_ROUNDS)
+        run.say("comparing step times with those of a plan made for these links")
+        run.topology, _ = measured_topology(slower, self.constants)
+        run.open("fresh", run.plan())
+        times = run.time({n: functools.partial(run.step, s) for n, s in run.sides.items()},
+                         dist.barrier, rounds=_ROUNDS)
         after = {n: float(np.median(t)) * 1e3 for n, t in times.items()}
-        steps = slowest(begun.step_ms)
-        for x in both.values():
-            x.close()
-        if begun.rank:
+        steps = slowest(step_ms)
+        if run.rank:
             return {}
         before_ms = statistics.median(steps[changed_at - 2 * _WINDOW:changed_at])
         slow_ms = statistics.median(steps[changed_at:moved_at])
         entry: dict[str, Any] = {
-            **begun.about(), "share_after": self.share_after, "verified": error <= _TOLERANCE,
+            **run.about(), "share_after": self.share_after, "verified": error <= _TOLERANCE,
             "largest_difference": error, "step_before_ms": round(before_ms, 2),
             "step_slow_ms": round(slow_ms, 2), "step_after_ms": round(after["moved"], 2),
             "step_fresh_ms": round(after["fresh"], 2),
@@ -327,8 +329,8 @@ class LinkChange(WithWorkload):
             "steps_until_moved": None,
             "events": [{"step": e.step, "kind": e.kind, "seconds": round(e.seconds, 3),
                         "link_mbits": [round(8e3 * x, 2) for x in e.link_gbps]}
-                       for e in early + events]}
-        if events and events[-1].kind == "moved":
+                       for e in events]}
+        if events[num_early:] and events[-1].kind == "moved":
             found, gain_ms = events[-1].replanning, slow_ms - after["moved"]
             assert found is not None
             executed = events[-1].seconds * 1e3 / gain_ms if gain_ms > 0 else float("inf")
@@ -339,27 +341,3 @@ class LinkChange(WithWorkload):
                       "break_even_steps": round(executed, 1),
                       "predicted_break_even_steps": round(found.break_even_steps, 1)}
         return entry
-
-
-class _WatchedRun(ClusterRun):
-    """A run that watches the links while it trains; `step_ms` has this rank's time of each step."""
-
-    def __init__(self, case: LinkChange, progress: Progress) -> None:
-        super().__init__(case, progress)
-        self.step_ms: list[float] = []
-
-    def train(self, side: Side, watch: Replanner, num_steps: int,
-              until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
-        """Train for `num_steps`, or up to the first event for which `until` is true; returns the
-        replanner's events. Collective."""
-        events = []
-        for _ in range(num_steps):
-            taken = record.elapsed(functools.partial(self.step, side, len(self.step_ms)))
-            self.step_ms.append(taken * 1e3)
-            event = watch.step()
-            if event is not None:
-                self.say(f"{event.kind} after {event.step} steps")
-                events.append(event)
-                if until(event):
-                    break
-        return events

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-import tomllib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,22 +26,20 @@ _GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
 
-def measured_topology(links: Links, constants: str, memory_bytes: int | None = None
+def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = None
                       ) -> tuple[Topology, dict[str, Any]]:
     """Measure the emulated cluster of this process. Collective; leaves the links limited.
 
     Args:
         links: the cluster's hosts and link rates.
-        constants: topology file (TOML text) that ``oper calibrate`` writes for processes that share
-            this machine.
+        alone: what ``oper calibrate`` measures of processes that share this machine.
         memory_bytes: memory of each rank for rows and buffers; None = `_MEMORY_BYTES` per host.
 
     Returns:
         The topology, and the measured ``contention`` (slowdown of a rank), ``ns_per_byte``,
         ``phase_us``, ``link_mbits`` by host, and with several racks ``uplink_mbits`` by rack; also
-        ``assumed``, the names of costs that `constants` lacks, for which defaults are used.
+        ``assumed``, the names of costs that `alone` lacks, for which defaults are used.
     """
-    alone = Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
     if ranks()[0] == 0:
         set_rates(links, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 from collections.abc import Mapping
@@ -57,7 +58,6 @@ class Contender:
         plan: the plan that OPER's runtime executes; None on other runtimes.
         predicted_ms: step time (ms) predicted by OPER's cost model; None without a prediction.
         also: names of peers that propose the same plan.
-        placed: TorchRec's placement by table; None before `build` and for other runtimes.
     """
 
     name: str
@@ -65,14 +65,6 @@ class Contender:
     plan: Plan | None = None
     predicted_ms: float | None = None
     also: list[str] = field(default_factory=list)
-    placed: Mapping[str, str] | None = None
-
-    @property
-    def key(self) -> Any:
-        """A hashable key, equal for equal placements on the same runtime."""
-        if self.plan is None:
-            return self.name, *sorted((self.placed or {}).items())
-        return self.runtime, placement_of(self.plan)
 
     def refusals(self) -> tuple[type[Exception], ...]:
         """Exceptions by which the planner or runtime rejects a case; any other is a bug."""
@@ -186,11 +178,12 @@ def build_in_parts(work: Workload, plan: Plan, num_parts: int) -> Side:
 
 
 class ClusterRun(Run):
-    """A `Run` on an emulated cluster; `prepare` sets the attributes.
+    """A `Run` on an emulated cluster.
 
     Attributes:
         links: the case's links.
-        topology, measured: see `measured_topology`.
+        sides: the open sides by name.
+        topology, measured: see `measured_topology`; set by `prepare`, as are the next ones.
         given: the timed batches.
         stats: access statistics from other batches.
     """
@@ -203,6 +196,7 @@ class ClusterRun(Run):
         super().__init__(case, progress)
         self.links = case.links
         self.given: list[Any] = []
+        self.sides: dict[str, Side] = {}
 
     def prepare(self, memory_bytes: int | None = None) -> None:
         """Measure the links, draw batches and collect statistics; `memory_bytes`: see
@@ -225,34 +219,56 @@ class ClusterRun(Run):
                 "workload": asdict(self.work), "measured": self.measured,
                 "other_busy_cores": self.others.get("", self.others)}
 
-    def side(self, plan: Plan) -> Side:
-        """Build the tables under a plan. Collective."""
-        side = build_plan(self.work, plan)
+    def open(self, name: str, plan: Plan, num_steps: int = 0) -> Side:
+        """Build the tables under a plan as the side `name`, and train the first steps. Collective.
+        """
+        side = self.sides[name] = build_plan(self.work, plan)
         self.set_gradient([side], self.given[0])
+        for k in range(num_steps):
+            self.step(side, k)
         return side
 
     def step(self, side: Side, k: int) -> None:
         """Run step `k` (batch `k` modulo the number of batches)."""
         side.step(self.given[k % len(self.given)])
 
-    def trained(self, plan: Plan, num_steps: int) -> Side:
-        """Build the tables under a plan and train the first steps. Collective."""
-        side = self.side(plan)
-        for k in range(num_steps):
-            self.step(side, k)
-        return side
+    def close(self, name: str) -> None:
+        """Close a side and free its memory. Collective."""
+        self.sides.pop(name).close()
+        gc.collect()
+
+
+@dataclass(frozen=True, slots=True)
+class OnCluster(WithWorkload):
+    """Base of the cases that open sides in a `ClusterRun`."""
+
+    def start(self, progress: Progress) -> ClusterRun:
+        """The run of the case."""
+        return ClusterRun(self, progress)
+
+    def compare(self, run: Any) -> dict[str, Any]:
+        """Open, compare and time the sides; rank 0's result is the record's entry. Collective."""
+        raise NotImplementedError
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Run `compare` and close all sides. Collective."""
+        run = self.start(progress)
+        try:
+            return self.compare(run)
+        finally:  # the next case needs the memory
+            for name in list(run.sides):
+                run.close(name)
 
 
 def largest_difference(side: Side, expected: Side) -> float:
     """Return the maximum over tables of max|a - b| / max|b|, where b are the rows of `expected`;
-    infinite if it is not a number. Closes `expected`. Collective."""
+    infinite if it is not a number. Collective."""
     worst = 0.0
     assert side.tables is not None and expected.tables is not None
     for table in side.tables.specs:
         rows, others = side.tables.read(table), expected.tables.read(table)
         found = float((rows - others).abs().max() / others.abs().max())
         worst = max(worst, found if math.isfinite(found) else math.inf)
-    expected.close()
     return max(gather(worst))
 
 

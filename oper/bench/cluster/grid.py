@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
+from oper.bench.calibrate.calibrate import measure_and_fit
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.comparisons import (
     EXACT,
@@ -124,14 +124,14 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
             yield {"name": case.name, "verified": True, "skipped": reason}
 
 
-def _alone(args: argparse.Namespace) -> str:
-    """The topology file (TOML text) of processes that share this machine."""
+def _alone(args: argparse.Namespace) -> Topology:
+    """The topology of processes that share this machine."""
     if args.constants:
-        return as_toml(Topology.from_toml(args.constants))
+        return Topology.from_toml(args.constants)
     if args.quick:
-        return as_toml(Topology.this_host(_CALIBRATED))
+        return Topology.this_host(_CALIBRATED)
     print("  measuring the costs of a single rank", file=sys.stderr, flush=True)
-    return as_toml(measure_and_fit(True, _CALIBRATED, [])[0])
+    return measure_and_fit(True, _CALIBRATED, [])[0]
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ namespaces that a killed run has left behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from oper.bench.core.child import ProcessOptions
 from oper.bench.core.workload import Workload
 from oper.errors import OperError
 from oper.support.locks import locked
+from oper.topology import Topology
 
 PREFIX = "oper-cluster-"
 INTERFACE = "eth0"
@@ -81,12 +83,13 @@ class OnHosts:
     Attributes:
         name: the case's name in the record.
         links: the cluster.
-        constants: topology file (TOML text) of processes that share this machine.
+        constants: the topology of processes that share this machine.
     """
 
     name: str
     links: Links
-    constants: str = field(default="", kw_only=True)
+    constants: Topology = field(default_factory=functools.partial(Topology.this_host, 2),
+                                kw_only=True)
     threads_per_rank: ClassVar[int] = 1
 
     @property
@@ -147,6 +150,12 @@ def _run(*words: str) -> str:
         raise OperError("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
                         f"resolve its error: {done.stderr.strip()}")
     return done.stdout
+
+
+def _set(space: str, *commands: str) -> None:
+    """Run commands of ``ip`` in a namespace."""
+    for command in commands:
+        _run("ip", "-n", space, *command.split())
 
 
 def host_name(host: int) -> str:
@@ -249,25 +258,21 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _set_up(links: Links) -> list[ProcessOptions]:
-    for rack in range(1 + (links.uplink_mbits > 0)):
-        space = _switch_name(rack)
+    switches = [_switch_name(rack) for rack in range(1 + (links.uplink_mbits > 0))]
+    for space in (*switches, *map(host_name, range(links.num_hosts))):
         _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", space, "link", "set", "bridge", "up")
+    for space in switches:
+        _set(space, "link add bridge type bridge", "link set bridge up")
     if links.uplink_mbits:
-        _run("ip", "-n", _switch_name(0), "link", "add", _UPLINK, "type", "veth", "peer", "name",
-             _UPLINK, "netns", _switch_name(1))
-        for rack in (0, 1):
-            _run("ip", "-n", _switch_name(rack), "link", "set", _UPLINK, "master", "bridge", "up")
+        _set(switches[0], f"link add {_UPLINK} type veth peer name {_UPLINK} netns {switches[1]}")
+        for space in switches:
+            _set(space, f"link set {_UPLINK} master bridge up")
     for host in range(links.num_hosts):
-        space, switch, port = host_name(host), _switch_name(links.rack_of(host)), f"port{host}"
-        _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "add", INTERFACE, "type", "veth", "peer", "name", port,
-             "netns", switch)
-        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        _run("ip", "-n", space, "addr", "add", f"{_SUBNET}{host + 1}/24", "dev", INTERFACE)
-        for device in (INTERFACE, "lo"):
-            _run("ip", "-n", space, "link", "set", device, "up")
+        switch, port = switches[links.rack_of(host)], f"port{host}"
+        _set(host_name(host), f"link add {INTERFACE} type veth peer name {port} netns {switch}",
+             f"addr add {_SUBNET}{host + 1}/24 dev {INTERFACE}",
+             f"link set {INTERFACE} up", "link set lo up")
+        _set(switch, f"link set {port} master bridge up")
     quota = _make_quota(links.host_0_cpu * links.ranks_per_host) if links.host_0_cpu < 1 else None
     rank_options = []
     for rank, host in enumerate(links.host_of):

@@ -20,6 +20,7 @@ from oper.errors import OperError
 from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0  # default time limit of a child's answer
+_STDERR = 2  # descriptor of this process's stderr: only results go to its stdout
 # Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
 _ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
@@ -33,7 +34,6 @@ class ProcessOptions:
         environment: environment variables added to, or replacing, those of this process; by default
             the allocator settings (`MALLOC`) that the user has not set.
         cgroup: ``cgroup.procs`` file to which the child's process id is written, or None.
-        log: file for the child's stdout and stderr; None = those of this process.
         sockets: sockets that the child inherits, under the same descriptor numbers.
     """
 
@@ -41,7 +41,6 @@ class ProcessOptions:
     environment: Mapping[str, str] = field(default_factory=lambda: {
         k: v for k, v in MALLOC.items() if k not in os.environ})
     cgroup: Path | None = None
-    log: Path | None = None
     sockets: Sequence[socket.socket] = ()
 
 
@@ -71,16 +70,13 @@ class Child:
         ours, theirs = socket.socketpair()
         self.pipe = Connection(ours.detach())
         self._what = what
-        log = open(options.log, "wb") if options.log else None  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
                 [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
                  str(os.getpid())],
                 env={**inherited, **options.environment, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, stdout=_STDERR,
                 pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
-        if log:
-            log.close()
         self.pid = self._process.pid
         if options.cgroup is not None:
             options.cgroup.write_text(str(self.pid))

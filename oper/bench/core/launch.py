@@ -10,13 +10,11 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from oper.bench.core.child import Child, ProcessOptions
 from oper.bench.core.record import BusyClock
@@ -40,25 +38,23 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
             address; by default all ranks run on this host and use its loopback interface.
 
     Raises:
-        OperError: a worker failed; the message includes the end of its log.
+        OperError: a worker failed; the message includes its traceback.
     """
     workers: list[Child] = []
-    with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
-        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(world_size)]
-        try:
-            for rank, options in enumerate(rank_options or _on_this_host(world_size)):
-                environment = {
-                    **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
-                    "RANK": str(rank), "WORLD_SIZE": str(world_size), **options.environment}
-                workers.append(Child(_work, (list(cases),), f"rank {rank}", replace(
-                    options, environment=environment, log=logs[rank])))
-            for _ in cases:
-                yield _result(workers, logs)
-            for worker in workers:
-                worker.close(60)
-        finally:
-            for worker in workers:
-                worker.close(0)
+    try:
+        for rank, options in enumerate(rank_options or _on_this_host(world_size)):
+            environment = {
+                **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
+                "RANK": str(rank), "WORLD_SIZE": str(world_size), **options.environment}
+            workers.append(Child(_work, (list(cases),), f"rank {rank}",
+                                 replace(options, environment=environment)))
+        for _ in cases:
+            yield _result(workers)
+        for worker in workers:
+            worker.close(60)
+    finally:
+        for worker in workers:
+            worker.close(0)
 
 
 def _on_this_host(world_size: int) -> list[ProcessOptions]:
@@ -70,7 +66,7 @@ def _on_this_host(world_size: int) -> list[ProcessOptions]:
         for rank in range(world_size)]
 
 
-def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
+def _result(workers: Sequence[Child]) -> dict[str, Any]:
     """Wait until every rank has sent its next result, print progress meanwhile, and return rank
     0's."""
     running: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -82,12 +78,10 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
             try:
                 kind, text = pipe.recv()
             except (EOFError, ConnectionError):
-                # The first worker to close its pipe has the cause in its log: its failure makes the
-                # remaining workers fail a moment later.
-                code = workers[rank].close()
-                log = logs[rank].read_text(errors="replace")[-3000:]
-                raise OperError("a benchmark process has failed", "rank, exit code", (rank, code),
-                                "a result", f"see the end of its log:\n{log}") from None
+                kind, text = "failed", f"its exit code is {workers[rank].close()}"
+            if kind == "failed":  # the first one: the remaining workers fail because of it
+                raise OperError("a benchmark process has failed", "rank", rank, "a result",
+                                f"see its error:\n{text}")
             if kind == "progress":
                 print(f"  {text}", file=sys.stderr, flush=True)
                 continue
@@ -102,16 +96,9 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     try:
         _measure(pipe, cases)
     except BaseException:
-        traceback.print_exc()
-        _end(1)
-    _end(0)
-
-
-def _end(code: int) -> NoReturn:
-    """Exit without the interpreter's shutdown, in which joining gloo's threads may hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        with contextlib.suppress(ConnectionError):
+            pipe.send(("failed", traceback.format_exc()[-3000:]))
+    os._exit(0)  # without the interpreter's shutdown, in which joining gloo's threads may hang
 
 
 def _measure(pipe: Connection, cases: Sequence[Any]) -> None:

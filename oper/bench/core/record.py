@@ -43,16 +43,12 @@ def load_average() -> float:
 
 
 class BusyClock:
-    """Measures how many cores other programs keep busy, from its construction on.
+    """Measures how many cores programs other than this process and its descendants keep busy, from
+    its construction on."""
 
-    Args:
-        own: function that returns the processor time (s) that the measured program has used so far;
-            by default that of this process and its descendants.
-    """
-
-    def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:
+    def __init__(self) -> None:
         self._begin, self._busy = time.perf_counter(), _busy_seconds()
-        self._read, self._own = own, own()
+        self._own = cpu_seconds(os.getpid())
 
     def others(self, total: Callable[[list[float]], list[float]] = list) -> float:
         """Mean number of cores that other programs have kept busy since construction.
@@ -61,7 +57,7 @@ class BusyClock:
             total: function that sums each number of a list over ranks. With several ranks, pass
                 `planning.total` on all of them; the call is then collective.
         """
-        own, = total([self._read() - self._own])
+        own, = total([cpu_seconds(os.getpid()) - self._own])
         wall = time.perf_counter() - self._begin
         return max(0.0, (_busy_seconds() - self._busy - own) / wall)
 
@@ -90,7 +86,7 @@ def elapsed(call: Callable[[], Any]) -> float:
 def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], None], rounds: int,
                per_round: int, lead_in: int = 1,
                before: Mapping[str, Callable[[int], Any]] | None = None,
-               seconds: Callable[[Callable[[], Any]], float] | None = None
+               measure: Callable[[Callable[[], Any]], float] | None = None
                ) -> dict[str, np.ndarray]:
     """Time several contenders in alternation on this rank.
 
@@ -103,10 +99,10 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
         align: function that synchronizes all ranks; called before every call and not timed.
         rounds, per_round, lead_in: see above.
         before: by contender, a function called before `align`, with the same argument; not timed.
-        seconds: function that runs a call and returns its duration (s); by default `elapsed`.
+        measure: function that runs a call and returns its measurement; by default `elapsed`.
 
     Returns:
-        float64 [rounds * per_round] seconds by contender.
+        float64 [rounds * per_round] measurements by contender, by default seconds.
     """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -119,7 +115,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                 if before:
                     before[name](calls[name])
                 align()
-                spent = (seconds or elapsed)(functools.partial(run, calls[name]))
+                spent = (measure or elapsed)(functools.partial(run, calls[name]))
                 calls[name] += 1
                 if k >= lead_in:
                     taken[name].append(spent)

@@ -74,17 +74,6 @@ def data_files(pattern: str) -> list[str]:
     return sorted(map(str, Path(folder).glob(pattern))) if folder else []
 
 
-@functools.lru_cache(maxsize=64)
-def _scatter(num_rows: int, seed: int, table: int) -> np.ndarray:
-    """Fixed permutation int32 [num_rows]; element k is the id of the k-th hottest row."""
-    return np.random.default_rng((seed, table)).permutation(num_rows).astype(np.int32)
-
-
-def hottest_ids(work: Workload, table: int, count: int) -> np.ndarray:
-    """Ids of a table's `count` hottest rows in descending order of heat, int64 [count]."""
-    return _scatter(work.num_rows[table], work.seed, table)[:count].astype(np.int64)
-
-
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
     """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling]. Each bag
@@ -93,8 +82,7 @@ def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: i
     num_bags = work.batch_size // world_size
     found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)
     for t, (n, length) in enumerate(zip(work.num_rows, work.bag_lengths, strict=True)):
-        ids = _scatter(n, work.seed, t)[
-            power_law_ids(n, num_bags * length, work.exponent, rng, scatter=False)]
+        ids = power_law_ids(n, num_bags * length, work.exponent, rng)
         found[t, :, :length] = ids.reshape(num_bags, length)
     return found.reshape(len(work.num_rows), -1)
 

@@ -7,15 +7,19 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from oper.bench.core import child
+from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.planning import gather
 from oper.bench.data.cases import log_file, to_parquet
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
+from oper.train.model import ranks
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
 _SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # limits of the large folder's size
@@ -33,18 +37,26 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
                                                world_size=world_size, prefetch=prefetch))
 
 
-def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None:
-    """Send (rows, wall time, processor time) of each epoch, the first of which warms up. Each epoch
-    starts on a message from the parent; times are in seconds."""
-    loader, found = _open(where, rank, world_size), []
-    for epoch in range(_EPOCHS + 1):
-        loader.set_epoch(epoch)
-        pipe.send(True)
-        pipe.recv()
-        begin, cpu = time.perf_counter(), time.process_time()
-        rows = sum(batch.labels.numel() for batch in loader)
-        found.append((rows, time.perf_counter() - begin, time.process_time() - cpu))
-    pipe.send(found)
+@dataclass(frozen=True, slots=True)
+class _Epochs:
+    """Case that loads the folder `where`, see `_open`."""
+
+    where: list[Any]
+    name: ClassVar[str] = "loader"
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Return ``epochs``: rows/s of all ranks in each epoch but the first, by the larger of wall
+        and processor time, and by processor time. Collective."""
+        loader, found = _open(self.where, *ranks()), []
+        for epoch in range(_EPOCHS + 1):
+            loader.set_epoch(epoch)
+            gather(None)
+            begin, cpu = time.perf_counter(), time.process_time()
+            rows = sum(batch.labels.numel() for batch in loader)
+            every = gather((rows, time.perf_counter() - begin, time.process_time() - cpu))
+            found.append((sum(e[0] for e in every) / max(max(e[1:]) for e in every),
+                          sum(e[0] / e[2] for e in every)))
+        return {"epochs": found[1:]}
 
 
 def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list[int]]:
@@ -88,7 +100,7 @@ def _first_batch(where: list[Any]) -> float:
 
 def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
     """Send digests of rank 1's batches, resuming from the file `state` if it exists. After `stop`
-    batches (if not 0), save the state, send True and wait to be killed."""
+    batches (if not 0), save the state and stop."""
     loader, found = _open(where, 1, 2, 2), []
     if os.path.exists(state):
         loader.load_state_dict(json.loads(Path(state).read_text()))
@@ -99,8 +111,7 @@ def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
         found.append(digest.hexdigest())
         if len(found) == stop:
             Path(state).write_text(json.dumps(loader.state_dict()))
-            pipe.send(True)
-            time.sleep(600)
+            break
     pipe.send(found)
 
 
@@ -117,17 +128,14 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     # Smaller batches for a short log, so that it has several shuffling windows.
     size = min(_BATCH, max(1, num_rows // 32))
     where: list[Any] = [str(data), size, min(_WINDOW, 8 * size)]
-    one = _epochs(where, 1)
     cores = len(os.sched_getaffinity(0))
-    many = _epochs(where, cores)
+    one, many = (x["epochs"] for n in (1, cores) for x in run_workers([_Epochs(where)], n))
     exact = _sum_files(data) == child.call(_sum_batches, where)["value"]
     first, num_files, apparent = _first(data, shape, where[1:])
     whole = child.answer(_digests, where, str(state))
     at = len(whole) // 3 + 1
-    killed = child.start(_digests, where, str(state), at)
-    killed.wait(None)
-    killed.close(0)  # by SIGKILL
-    resumed = state.exists() and child.answer(_digests, where, str(state)) == whole[at:]
+    resumed = [*child.answer(_digests, where, str(state), at),
+               *child.answer(_digests, where, str(state))] == whole
     train = Folder.open(data).rows["train"]
     stored = sum(p.stat().st_size for p in (data / "train").iterdir())
     best = max(one)
@@ -137,22 +145,6 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
             "ranks": cores, "ranks_rows_per_s": max(many)[0],
             "ranks_rows_per_cpu_s": max(many)[1] / cores,
             "first_batch_s": first, "shape_files": num_files, "shape_gb": apparent / 1e9}
-
-
-def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
-    """Rows/s of all ranks in each epoch but the first: by the larger of wall and processor time,
-    and by processor time."""
-    ranks = [child.start(_run_epochs, where, rank, world_size) for rank in range(world_size)]
-    for _ in range(_EPOCHS + 1):
-        for running in ranks:
-            running.wait(None)
-        for running in ranks:
-            running.send()
-    results = [running.wait(None) for running in ranks]
-    for running in ranks:
-        running.close()
-    return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
-             sum(e[0] / e[2] for e in epoch)) for epoch in zip(*results, strict=True)][1:]
 
 
 def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:

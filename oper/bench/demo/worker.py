@@ -18,7 +18,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
-from oper.bench.tables.sides import PLAN_KINDS, Side, sharding_types
+from oper.bench.tables.sides import PLAN_KINDS, Side, collections_of, sharding_types
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
@@ -127,17 +127,13 @@ def _model(case: Training) -> nn.Module:
 
 def _side(case: Training, kind: str) -> tuple[Engine, Any]:
     """The model of ``"oper"`` or of one of TorchRec's `PLAN_KINDS`, and its embedding bags."""
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-
-    from oper.integration.torchrec_modules import ShardedEmbeddingBags
-
     if kind == "oper":
         engine = with_oper(_model(case), _config(case), plan=case.plan, stats=None)
     else:
         engine = with_torchrec(_model(case), _config(case),
                                lambda table: sharding_types(kind, table.num_embeddings))
-    return engine, next(m for m in engine.bare.modules() if isinstance(
-        m, ShardedEmbeddingBags | ShardedEmbeddingBagCollection))
+    bags, = collections_of(engine.bare)
+    return engine, bags
 
 
 def _config(case: Training, batch_size: int = 0) -> TrainConfig:
@@ -170,13 +166,11 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
     """Train all sides, interleaved; returns this rank's step times (s) by side, float64 [n]."""
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
-    batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
+    batches = dict(zip(sides, itertools.tee(_training_batches(case, ranks()[0]), len(sides)),
+                       strict=True))
 
     def step(k: int, name: str) -> None:
-        if k not in drawn:  # the first side of a round draws the batches, the rest reuse them
-            drawn.pop(k - PER_TURN, None)
-            drawn[k] = next(batches)
-        logits[name].append(sides[name][0].step(drawn[k])[1][1])
+        logits[name].append(sides[name][0].step(next(batches[name]))[1][1])
         if k + 1 == case.checked_steps:
             _write(case, name, logits[name], sides[name][0].module)
         if name == "oper" and k % 32 == 31:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from oper.bench.core import record
-from oper.bench.core.workload import Workload, batch_ids, hottest_ids
+from oper.bench.core.workload import Workload, batch_ids
+from oper.data.generate.ids import scatter_ids
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
@@ -61,8 +62,8 @@ def with_head_plan(case: DeviceCase) -> Plan:
 def host_tail_plan(case: DeviceCase) -> Plan:
     """A plan with the hottest 5 % of every table's rows in device memory, the rest in host memory.
     """
-    return _in_tiers(case, [hottest_ids(case.work, k, max(1, int(n * _DEVICE_SHARE)))
-                            for k, n in enumerate(case.work.num_rows)], "owned", "host")
+    return _in_tiers(case, [scatter_ids(np.arange(max(1, int(n * _DEVICE_SHARE))), n)
+                            for n in case.work.num_rows], "owned", "host")
 
 
 def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
@@ -179,7 +180,7 @@ def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int]
     """Run `record.interleave` with the device's clock after a warm-up round; `summary` by name."""
     record.interleave(runs, clock.wait, 1, case.per_round, before=before)
     taken = record.interleave(runs, clock.wait, case.rounds, case.per_round, before=before,
-                              seconds=clock.seconds)
+                              measure=clock.seconds)
     return {name: record.summary(t) for name, t in taken.items()}
 
 

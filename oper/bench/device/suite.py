@@ -31,6 +31,7 @@ from oper.bench.device.cases import (
     with_head_plan,
 )
 from oper.bench.device.contenders import (
+    Reference,
     Side,
     fbgemm_side,
     has_fbgemm,
@@ -38,7 +39,6 @@ from oper.bench.device.contenders import (
     oper_side,
     torch_side,
 )
-from oper.bench.device.reference import Reference
 from oper.errors import OperError
 from oper.plan import uniform_plan
 

@@ -28,6 +28,7 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE, fbgemm_bags
 from oper.bench.tables.verify import Verdict
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.numeric import mix64
+from oper.train.reference import SparseTableOptimizer
 
 NUM_TABLES, NUM_KEYS = 26, 50_000
 REFERENCE_LOAD = 0.5
@@ -292,7 +293,7 @@ class State:
 
 def compare(verdict: Verdict, work: Workload, before: State, after: State,
             batches: Sequence[tuple[np.ndarray, torch.Tensor]], out: torch.Tensor) -> None:
-    """Compare one table's step with the optimizer's formula.
+    """Compare one table's step with that of an unsharded table. Trains `before`.
 
     Args:
         verdict: receives the results.
@@ -301,18 +302,18 @@ def compare(verdict: Verdict, work: Workload, before: State, after: State,
         batches: by rank, keys int64 [B * pooling] and output gradient float32 [B, D].
         out: rank 0's output, float32 [B, D].
     """
-    rows = [before.rows_of(keys.reshape(-1, work.pooling)) for keys, _ in batches]
-    verdict.compare("pooled", out, before.rows[rows[0]].sum(1))
-    total = torch.zeros_like(before.rows)
-    for of, (_, gradient) in zip(rows, batches, strict=True):
-        total.index_add_(0, of.reshape(-1), gradient.repeat_interleave(work.pooling, dim=0))
-    total /= len(batches)  # the mean of the ranks' losses
-    touched = torch.cat([of.reshape(-1) for of in rows]).unique()
+    rows = torch.cat([before.rows_of(keys.reshape(-1, work.pooling)) for keys, _ in batches])
+    bag = torch.nn.EmbeddingBag.from_pretrained(before.rows, freeze=False, mode="sum")
+    optimizer = SparseTableOptimizer(bag, "rowwise_adagrad", LEARNING_RATE, EPS)
+    optimizer.sums = [before.squares]
+    expected = bag(rows)
+    verdict.compare("pooled", out, expected[:len(out)].detach())
+    # The mean of the ranks' losses.
+    expected.backward(torch.cat([gradient for _, gradient in batches]) / len(batches))
+    optimizer.step()
+    touched = rows.unique()
     # Rows that the step has reassigned to other keys were reset.
     kept = np.isin(touched.numpy(), after.owners[~np.isin(after.keys, before.keys)], invert=True)
     touched = touched[torch.from_numpy(kept)]
-    squares = before.squares[touched] + total[touched].square().mean(1)
-    rate = LEARNING_RATE / (squares.sqrt() + EPS)
-    verdict.compare("rows", after.rows[touched],
-                    before.rows[touched] - rate[:, None] * total[touched])
-    verdict.compare("tables", after.squares[touched], squares)
+    verdict.compare("rows", after.rows[touched], bag.weight.detach()[touched])
+    verdict.compare("tables", after.squares[touched], before.squares[touched])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from oper.bench.core import memory
 from oper.bench.core.launch import Progress
 from oper.bench.plan import workloads as plan_workloads
-from oper.bench.plan.torchrec_planner import torchrec_planner
+from oper.bench.plan.torchrec_planner import propose
 from oper.bench.plan.workloads import Workload
 from oper.plan import OBJECTIVES
 from oper.search.certificate.carried import not_certified
@@ -138,7 +139,8 @@ def _workload(name: str, seed: int) -> Workload | None:
 
 def run_case(case: Case, workload: Workload) -> dict[str, Any]:
     """Plan a case, verify the plan and its certificate, and score the peers' plans."""
-    topology, torchrec = case.topology, torchrec_planner(case.torchrec_s)
+    topology = case.topology
+    has_torchrec = case.torchrec_s > 0 and importlib.util.find_spec("torchrec") is not None
     begin = time.perf_counter()
     problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
                            batch_size=workload.batch_size, allow=EVERYTHING)
@@ -151,7 +153,7 @@ def run_case(case: Case, workload: Workload) -> dict[str, Any]:
     if not plan.gap <= TARGET_GAP and case.prove_s > 0:
         better = tighten_bound(plan, problem, goal_gap=TARGET_GAP, time_budget_s=case.prove_s)
     begin = time.perf_counter()
-    theirs = {} if torchrec is None else torchrec.propose(problem)
+    theirs = propose(problem, case.torchrec_s) if has_torchrec else {}
     torchrec_seconds = time.perf_counter() - begin
     peers = score_peers(problem, case.seed, {_TORCHREC + k: p for k, p in theirs.items()})
     best = min(peers, key=lambda n: (peers[n], n), default=None)
@@ -169,7 +171,7 @@ def run_case(case: Case, workload: Workload) -> dict[str, Any]:
         "ratio_vs_best_peer": None if best is None else peers[best] / found.step_us,
         "ratio_vs_torchrec": None if own is None else own / found.step_us,
         "torchrec_step_us": own, "torchrec_seconds": torchrec_seconds,
-        "torchrec": None if torchrec is None else "best of its proposers" if own is not None else (
+        "torchrec": None if not has_torchrec else "best of its proposers" if own is not None else (
             "its plans do not fit" if theirs else "no plan within the time limit"),
         "peers_step_us": peers, "imbalance": found.imbalance, "peak_rss_mb": peak_rss_mb,
         "verified": bool(found.fits and verdict.certified

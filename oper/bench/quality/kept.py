@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,24 +10,30 @@ from typing import Any
 
 import numpy as np
 
+import oper.rl_rec
 from oper.support.files import atomic_write
-
-
-def digest(*parts: Any) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of the concatenated `parts` (bytes or arrays).
-    """
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:12]
 
 
 def place(folder: str | None, name: str, *parts: Any) -> Path | None:
     """Path of a run's file in `folder`; None without a folder, so that the run is not stored.
 
-    The file's name contains a digest of `parts`, the run's inputs (bytes or arrays).
+    The file's name contains a digest of `parts`, the run's inputs (bytes or arrays), and of the
+    source files of `oper.rl_rec`: if one of these changes, stored runs are void.
     """
-    return None if folder is None else Path(folder, f"{name}-{digest(*parts)}.npz")
+    if folder is None:
+        return None
+    digest = _sources().copy()
+    for part in parts:
+        digest.update(part)
+    return Path(folder, f"{name}-{digest.hexdigest()[:12]}.npz")
+
+
+@functools.cache
+def _sources() -> hashlib._Hash:
+    found = hashlib.sha256()
+    for path in sorted(Path(str(oper.rl_rec.__file__)).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found
 
 
 def once(path: Path | None, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,12 +57,6 @@ from oper.support.flags import whole
 
 ODD_BLOCK = 997  # items per block of the ranking that verifies a result, see `_train_and_test`
 MOST_SEEDS = 16  # highest seed of stored runs that --seeds 0 reports
-# Modules of `oper.rl_rec` on which the result of every model depends after reading the log, and
-# additional ones of some models.
-_TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.metrics", "registry")
-_BUILT_WITH = {"cadvae": "concepts", "macridvae": "concepts"}
-# Modules that read the log; the digest contains the log's data instead.
-_READS = ("oper.rl_rec.data.interactions", "oper.rl_rec.data.protocols")
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +398,7 @@ def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
 def _place(case: Case, data: Interactions, seed: int) -> Path | None:
     """The file of the stored run; None without a folder."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
-                      data.digest(), _code(case.model)], sort_keys=True)
+                      data.digest()], sort_keys=True)
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
 
 
@@ -426,26 +419,6 @@ def _train_and_test(case: Case, data: Interactions, seed: int, unfinished: Path 
         runs.fitted[0]["graph"] = [[round(float(x), 3) for x in row]
                                    for row in done.model.adjacency.detach()]
     return runs
-
-
-@functools.cache
-def training_sources(model: str) -> list[Path]:
-    """The source files on which a model's result depends; if one changes, stored runs are void."""
-    found = {f"oper.rl_rec.{name}" for name in _TRAINS}
-    left = [type(MODELS[model].config).__module__,
-            f"oper.rl_rec.{_BUILT_WITH.get(model, 'harness')}"]
-    while left:
-        name = left.pop()
-        if (name not in found and name.startswith("oper.rl_rec.")
-                and name not in _READS):
-            found.add(name)
-            left += [str(getattr(used, "__module__", "")) for used in vars(
-                sys.modules[name]).values()]
-    return sorted(Path(str(sys.modules[name].__file__)) for name in found)
-
-
-def _code(model: str) -> str:
-    return kept.digest(*(path.read_bytes() for path in training_sources(model)))
 
 
 def _about(data: Interactions) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -232,11 +231,9 @@ class RetentionCase(Case):
     def _place(self, seed: int) -> Path | None:
         """The file of a seed's outcomes; None without a folder."""
         about = {**asdict(self), "num_seeds": seed, "runs": None}
-        sources = sorted(str(m.__file__) for n, m in sys.modules.items()
-                         if n.startswith("oper.rl_rec.") or n == __name__)
         return kept.place(self.runs, f"{self.name}-{seed}",
                           json.dumps(about, sort_keys=True).encode(),
-                          *(Path(source).read_bytes() for source in sources))
+                          Path(__file__).read_bytes())
 
 
 CLICKS, VISITED, PAGES = range(3)  # rows of an outcome

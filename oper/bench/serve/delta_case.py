@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.child import Child, obey
 from oper.bench.core.launch import Progress
-from oper.bench.core.memory import cpu_seconds, peak_rss_mb, reset_peak
+from oper.bench.core.memory import peak_rss_mb, reset_peak
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import LoadClient, Seen, same
 from oper.bench.serve.host import Host, Publication, client_of
@@ -152,8 +151,6 @@ def _on(cores: list[int]) -> Iterator[None]:
 
 def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     case, host, trainer = live.case, live.host, live.trainer
-    clock = record.BusyClock(lambda: host.cpu_seconds() + live.client.cpu_seconds()
-                             + cpu_seconds(trainer.pid))
     whole_bytes = trainer.ask("full")
     published = host.ask("counts")["publications"]
     host.ask("follow")
@@ -192,7 +189,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
             swaps.append(found.end - found.begin)
 
     beside = live.load(2 * case.steps * case.every_s, swap)
-    memory, others = host.ask("memory"), clock.others(list)
+    memory = host.ask("memory")
     answers = [answer for phase in (*still, *during, rest) for answer in phase.seen.unchecked]
     progress(f"comparing {len(answers)} answers")
     with contextlib.closing(_Check(case, live.folder)) as check:
@@ -234,8 +231,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
                            for name, found in seconds.items()},
         "delta_bytes": delta_bytes // case.num_timed, "whole_bytes": whole_bytes,
         "least_change_of_scores": check.moved, "server_memory_bytes": memory,
-        "client_cores": round(float(np.mean([p.seen.cores for p in during])), 3),
-        "other_busy_cores": round(others, 2)}
+        "client_cores": round(float(np.mean([p.seen.cores for p in during])), 3)}
 
 
 def _wait(is_done: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ _GROWTH_BYTES = 16 << 20  # allowed growth of all processes: allocators retain v
 _SOAK_SWAPS = 20
 _ROUNDS = 3  # runs of each contender at the common rate
 _KEPT = 0.97  # minimum completed / requested rate, since arrivals are random
+_SEED = 20240229  # of the first run at a rate
 _SUSTAINED_MS = 100.0  # p99 bound of a sustained rate, at which the server's queues do not grow
 
 
@@ -66,49 +67,60 @@ class LiveCase:
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Start, load and compare; returns the record's entry."""
-        with _running(self, progress) as live:
+        progress("starting the server")
+        host = Host(self.served, self.workers)
+        with client_of(host, self.name, self.served) as client:
+            first = client.learn()
+            host.ask("publish")
+            # The minimum over queries of the sets' largest score difference.
+            separation = float(np.abs(first - client.learn()).max(axis=1).min())
+            host.ask("publish")
             entry = {"http": _http, "candidates": _candidates, "publish": _publish,
-                     "soak": _soak}[self.kind](live)
-            entry |= {"server_memory_bytes": live.host.ask("memory"),
-                      "separation_of_sets": live.separation, "std_of_scores": live.std}
-        entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
-        return {**entry, "case": asdict(self), "niceness": os.nice(0),
+                     "soak": _soak}[self.kind](_Live(self, host, client, progress, first))
+            memory, std = host.ask("memory"), float(first.std())
+        entry["verified"] = bool(entry["verified"] and separation > 1e-2 and std > 0)
+        return {**entry, "server_memory_bytes": memory, "separation_of_sets": separation,
+                "std_of_scores": std, "case": asdict(self), "niceness": os.nice(0),
                 "cores": f"the client shares {os.cpu_count()} with the server"}
 
 
-@dataclass(slots=True)
+Run = Callable[[loadgen.Settings], loadgen.Result]
+Side = tuple[Run, Callable[[], float]]  # runs LoadGen; processor time (s) so far
+
+
+@dataclass(frozen=True, slots=True)
 class _Live:
     """A server and its client."""
 
     case: LiveCase
     host: Host
     client: LoadClient
-    settings: loadgen.Settings
     progress: Progress
-    separation: float = 0.0  # minimum over queries of the sets' largest score difference
-    std: float = 0.0
-    first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
+    first: np.ndarray  # scores of set A
 
-    def at(self, rate: float, seconds: float) -> loadgen.Settings:
-        """Settings of a run of `seconds` or more, with Poisson arrivals at `rate` queries/s."""
-        return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
+    def at(self, rate: float, seconds: float, **changes: Any) -> loadgen.Settings:
+        """Settings of a run of `seconds` or more, with Poisson arrivals at `rate` queries/s, and
+        `changes` of them."""
+        return replace(loadgen.Settings("Server", rate, seconds, bound_ms=self.case.bound_ms,
+                                        num_samples=self.case.served.num_queries), **changes)
 
+    def search(self, runs: Mapping[str, Run], first: float, **changes: Any
+               ) -> tuple[dict[str, loadgen.Result], dict[str, Search]]:
+        """Run single queries one after another, and search each contender's highest rate.
 
-@contextlib.contextmanager
-def _running(case: LiveCase, progress: Progress) -> Iterator[_Live]:
-    progress("starting the server")
-    host = Host(case.served, case.workers)
-    with client_of(host, case.name, case.served) as client:
-        base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
-                                num_samples=case.served.num_queries)
-        live = _Live(case, host, client, base, progress)
-        first = client.learn()
-        host.ask("publish")
-        second = client.learn()
-        live.separation = float(np.abs(first - second).max(axis=1).min())
-        live.first, live.std = first, float(first.std())
-        host.ask("publish")
-        yield live
+        Args:
+            runs: the contenders: functions that run LoadGen.
+            first: first rate of the search relative to that of single queries.
+            changes: changes of the settings of the search's runs.
+        """
+        case = self.case
+        single = {name: run(self.at(300, case.run_s, scenario="SingleStream"))
+                  for name, run in runs.items()}
+        searches = {name: Search(first * x.rate, case.votes) for name, x in single.items()}
+        search(searches, lambda name, rate, before: runs[name](self.at(
+            rate, case.run_s, min_queries=case.min_queries, seed=_SEED + before, **changes)),
+            case.search_s)
+        return single, searches
 
 
 def _summary(seen: Seen) -> dict[str, Any]:
@@ -119,9 +131,6 @@ def _summary(seen: Seen) -> dict[str, Any]:
 
 def _errors(*runs: Seen) -> int:
     return sum(s.wrong + s.failed for s in runs)
-
-
-Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]]  # a run, its CPU
 
 
 def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
@@ -139,16 +148,11 @@ def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient]
     """
     case, first, *others = live.case, *sides
     live.progress("looking for the capacity")
-    single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
-              for name, (run, _) in sides.items()}
-    searches = {name: Search(0.5 * result.rate, case.votes) for name, result in single.items()}
-    search(searches, lambda name, rate, before: sides[name][0](replace(
-        live.at(rate, case.run_s), min_queries=case.min_queries,
-        seed=live.settings.seed + before)), case.search_s)
+    single, searches = live.search({name: run for name, (run, _) in sides.items()}, 0.5)
     rates = {name: round(found.best()[0], 2) for name, found in searches.items()}
     # If no rate keeps the bound, report the figures of the lowest one.
     target = case.load * (rates[first] or min(r[0] for r in searches[first].to_json()))
-    settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
+    settings = live.at(target, case.seconds, min_queries=case.min_queries)
     timed = [name for name in sides if name != only_searched]
     runs: dict[str, list[loadgen.Result]] = {name: [] for name in timed}
     busy = dict.fromkeys(timed, 0.0)  # processor time (s)
@@ -220,17 +224,15 @@ def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
     queries times the workers; returns settings of a run at a share of it, and the search."""
     case = live.case
     live.progress("looking for the rate that can be sustained")
-    single = live.client.run(replace(live.settings, scenario="SingleStream", expected_qps=300))
-    found = Search(case.workers * single.rate, case.votes)
-    search({"server": found}, lambda _, rate, before: live.client.run(replace(
-        live.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
-        seed=live.settings.seed + before)), case.search_s)
+    single, searches = live.search({"server": live.client.run}, case.workers,
+                                   bound_ms=_SUSTAINED_MS)
+    found = searches["server"]
     rate, result = found.best()
     # If no rate is valid on a busy machine, use the lowest; the record then has capacity_qps 0.
     target = case.load * (rate or min(r[0] for r in found.to_json()))
     return live.at(target, case.seconds), {
         "capacity_qps": round(rate, 2), "target_qps": round(target, 2), "capacity": {
-            "single_stream": single.to_json(), "search": found.to_json(),
+            "single_stream": single["server"].to_json(), "search": found.to_json(),
             "p99_bound_ms": _SUSTAINED_MS,
             "server": {"target_qps": round(rate, 2), **result.to_json()}}}
 

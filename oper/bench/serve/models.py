@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, collect_stats
-from oper.data.generate.ids import power_law_ids
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, collect_stats
+from oper.data.generate.ids import power_law_ids, scatter_ids
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
@@ -69,12 +69,9 @@ class ServeWork:
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
         lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
         lengths[:self.user_features, 1:] = 0
-        hottest = [power_law_ids(n, int(lengths[t].sum()), work.exponent, rng, scatter=False)
-                   for t, n in enumerate(work.num_rows)]
-        ids = np.concatenate(hottest if self.in_order else [
-            _scatter(n, work.seed, t)[found]
-            for t, (n, found) in enumerate(zip(work.num_rows, hottest, strict=True))]
-        ).astype(np.int64)
+        ids = np.concatenate([
+            power_law_ids(n, int(of.sum()), work.exponent, rng, scatter=not self.in_order)
+            for n, of in zip(work.num_rows, lengths, strict=True)])
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
                        tuple(range(self.user_features)))
 
@@ -86,8 +83,8 @@ class ServeWork:
         if self.in_order:
             found = zip(stats.tables.items(), self.work.num_rows, strict=True)
             stats = AccessStats(stats.num_samples, {
-                name: table.renumbered(np.argsort(_scatter(n, self.work.seed, t)))
-                for t, ((name, table), n) in enumerate(found)}, stats.source, True)
+                name: table.renumbered(np.argsort(scatter_ids(np.arange(n), n)))
+                for (name, table), n in found}, stats.source, True)
         return TieredRows(stats, self.error_budget)
 
 

@@ -8,6 +8,7 @@ expected AUC.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import paired
+from oper.bench.core.record import interleave
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
@@ -133,13 +135,11 @@ def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
     single = {name: run(name, replace(base, scenario="SingleStream", expected_qps=1000))
               for name in pools}
     guess = {name: run(name, replace(base, min_duration_s=0.5)).rate for name in pools}
-    rates: dict[str, list[float]] = {name: [] for name in pools}
-    for turn in range(case.rounds):
-        progress(f"queries per second, {turn + 1} of {case.rounds}")
-        names = list(pools)
-        first = turn % len(names)  # every set is first equally often, and in either direction
-        for name in (names[first:] + names[:first])[::1 - 2 * (turn % 2)]:
-            settings = replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)
-            rates[name].append(run(name, settings).rate)
-    return ({n: np.array(r) for n, r in rates.items()},
-            {n: r.latency_ms["p50"] for n, r in single.items()})
+    progress(f"queries per second, {case.rounds} rounds")
+
+    def rate(turn: int, name: str) -> float:
+        return run(name, replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)).rate
+
+    rates = interleave({name: functools.partial(rate, name=name) for name in pools}, lambda: None,
+                       case.rounds, 1, lead_in=0, measure=lambda call: call())
+    return rates, {n: r.latency_ms["p50"] for n, r in single.items()}

@@ -17,6 +17,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, over
 from oper.bench.core.planning import gather, rows_by_placement, total
+from oper.bench.tables.sides import collections_of
 from oper.bench.tables.unsharded import step_on_shares
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import Engine, unsharded, with_torchrec
@@ -202,20 +203,6 @@ def _outputs(collections: Sequence[nn.Module], kjts: Sequence[Any]) -> list[torc
 @torch.no_grad()
 def _with_gradients(model: nn.Module, kjts: list[Any]) -> _Lookups:
     return kjts, [torch.full_like(x, 1e-3) for x in _outputs(collections_of(model), kjts)]
-
-
-def collections_of(model: nn.Module) -> list[nn.Module]:
-    """The embedding collections of a model, unsharded or sharded by OPER or TorchRec, in the order
-    of its lookups."""
-    from torchrec.distributed.embedding import ShardedEmbeddingCollection
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
-    from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
-
-    kinds = (ShardedEmbeddingBags, ShardedEmbeddings, ShardedEmbeddingCollection,
-             ShardedEmbeddingBagCollection, EmbeddingCollection, EmbeddingBagCollection)
-    return [m for m in model.modules() if isinstance(m, kinds)]
 
 
 def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:

@@ -235,6 +235,20 @@ def make_model(work: Workload, collection: Any, dense: Dense | None) -> Any:
     return Bfloat16(model) if dense.dtype == "bfloat16" else model
 
 
+def collections_of(model: nn.Module) -> list[Any]:
+    """The embedding collections of a model, unsharded or sharded by OPER or TorchRec, in the order
+    of its lookups."""
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
+
+    kinds = (ShardedEmbeddingBags, ShardedEmbeddings, ShardedEmbeddingCollection,
+             ShardedEmbeddingBagCollection, EmbeddingCollection, EmbeddingBagCollection)
+    return [m for m in model.modules() if isinstance(m, kinds)]
+
+
 def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str = "training",
                collection: Any = None) -> Side:
     """Build OPER's side. Collective.
@@ -242,14 +256,13 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str =
     Without `dense` the side is the collection alone; with `objective` ``"inference"`` its tables
     are read-only. `collection` has the weights to copy, by default those of `make_collection`.
     """
-    from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard
 
     if collection is None:
         collection = make_collection(work, "cpu")
     sharded = shard(make_model(work, collection, dense), plan=plan, objective=objective,
                     optimizer=OPTIMIZER if objective == "training" else None)
-    bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
+    bags, = collections_of(sharded)
     optimizers: list[torch.optim.Optimizer] = []
     if dense:
         optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
@@ -297,7 +310,6 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str,
         kind: see `sharding_types`.
         machine: see `shard_by_torchrec`.
     """
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.distributed.planner import ParameterConstraints
     from torchrec.optim import RowWiseAdagrad as Adagrad
 
@@ -308,7 +320,7 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str,
         work.batch_size // ranks()[1], lambda table: ParameterConstraints(
             sharding_types=sharding_types(kind, table.num_embeddings),
             pooling_factors=[lengths[table.name]]), machine)
-    bags = next(m for m in model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
+    bags, = collections_of(model)
     optimizers: list[torch.optim.Optimizer] = []
     if tables := unfused_tables(model):
         optimizers.append(Adagrad(tables, **rule))
