@@ -12,8 +12,7 @@ import pytest
 
 # Tests that measure time or use the whole machine; no other test runs at the same time.
 ALONE = (
-    # Emulates links and processors of a given speed. Nor can a machine emulate the cluster of
-    # tests/shmem/test_sockets.py, whose links have any speed, at the same time.
+    # Emulates links and processors of a given speed.
     "tests/bench/test_bench_cluster.py",
     # A thread of low priority prepares deltas: 13 s per test alone, 110 s if other tests run.
     "tests/faults/test_served_deltas.py",
@@ -190,8 +189,6 @@ NIGHTLY = (
             "four of them, and the random programs of the unchanged code",
             r"(?!writes are lost$|padding is trained$|copies share their rows$"
             r"|learning rates stay$).*"),
-    Nightly("tests/shmem/test_sockets.py::test_torchrun_on_two_hosts",
-            "test_exchange_world.py has ranks that share no memory"),
     Nightly("tests/shmem/test_pull.py::test_the_same_bits", "one and two ranks", "4-.*"),
     Nightly("tests/shmem/test_message_bits.py::test_runs_repeat_bit_by_bit",
             "8 bits, and 8 bits in one direction", r"16|4|\(32, 8\)"),
