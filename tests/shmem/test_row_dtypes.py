@@ -14,52 +14,26 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.references import EVERY, philox4x32, round_stochastically, rounding_bits
+from tests.shmem.test_determinism import check_replicas
 from tests.support import pushed
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
 
 
-def narrow(case: rs.Case, dtype: str) -> rs.Case:
-    return replace(case, tables=tuple(replace(t, dtype=dtype) for t in case.tables))
+def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str = "",
+          start: torch.dtype | None = None, num_threads: int = 1) -> rs.Result:
+    """Train tables of `dtype` ("" = their own dtypes) on virtual ranks, from initial weights that
+    are rounded to `start`, if given."""
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == 0 and start is not None:
+            for name, weight in rs.initial_weights(case).items():
+                tables.write(name, weight.to(start))
+            tables.flush_replicas()
 
-
-def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
-          start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Train tables of `dtype` ("" = their own dtypes) from initial weights rounded to `start`;
-    returns rows and all outputs."""
-    own = case.with_optimizer(optimizer.name)
-    own = narrow(own, dtype) if dtype else own
-    tables = ShardedTables(rp.with_tables(plan, own.tables), own.features, group, optimizer,
-                           1.0 / group.world_size, SEED)
-    for name, weight in rs.initial_weights(case).items():
-        tables.write(name, weight.to(start or NARROW[dtype]))
-    tables.flush_replicas()
-    found = {}
-    for k, batches in enumerate(steps):
-        out = tables.lookup(batches[group.rank].lookup(own))
-        rs.rank_loss(out, batches[group.rank].target).backward()
-        found[f"output {k}"] = out.detach().clone()
-    tables.barrier()
-    found |= {t.name: tables.read(t.name) for t in own.tables}
-    for t in own.tables:
-        for piece in tables.pieces[t.name]:
-            for rank in range(group.world_size):
-                if tables.directories[piece].num_replica_rows[rank]:
-                    found[f"replica {t.name} {piece} {rank}"] = tables.replica_view(
-                        piece, rank).clone()
-    return found
-
-
-def all_ranks(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
-              start: torch.dtype | None = None, num_threads: int = 1) -> list[dict]:
-    return rs.run_ranks(plan.world_size, lambda group: train(
-        case, plan, steps, optimizer, dtype, group, start), num_threads)
-
-
-def bits(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {k: x if x.dtype == torch.float32 else x.view(torch.int16).int()
-            for k, x in found.items()}
+    torch.manual_seed(SEED)
+    own = replace(case, tables=tuple(replace(t, dtype=dtype or t.dtype) for t in case.tables))
+    return rs.train_virtual(own, plan, steps, optimizer, num_threads, between)
 
 
 # ---- the generator and the rounding --------------------------------------------------------------
@@ -140,17 +114,13 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
                                   (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
         steps = rs.make_steps(case, world_size, 1, seed=2)
-        wide = all_ranks(case, plan, steps, EVERY[optimizer], "float32", NARROW[dtype])
-        got = all_ranks(case, plan, steps, EVERY[optimizer], dtype)
-        want = rounded_step(case, wide[0], dtype)
-        start = rs.initial_weights(case)
-        for rank, found in enumerate(got):
-            rs.assert_bitwise(found["output 0"], wide[rank]["output 0"], "pooled in fp32")
-            for t in case.tables:
-                rs.assert_bitwise(bits(found)[t.name], want[t.name].view(torch.int16).int(), t.name)
-        large = got[0]["large"]
-        assert not torch.equal(large, start["large"].to(large.dtype))
-        assert not torch.equal(large, wide[0]["large"].to(large.dtype)), "rounded to nearest"
+        wide = train(case, plan, steps, EVERY[optimizer], start=NARROW[dtype])
+        got = train(case, plan, steps, EVERY[optimizer], dtype)
+        rs.assert_bitwise(got.outputs, wide.outputs, "pooled in fp32")
+        rs.assert_bitwise(got.weights, rounded_step(case, wide.weights, dtype), "rows")
+        large, start = got.weights["large"], rs.initial_weights(case)["large"]
+        assert not torch.equal(large, start.to(large.dtype))
+        assert not torch.equal(large, wide.weights["large"].to(large.dtype)), "rounded to nearest"
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -158,32 +128,24 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
 def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, world_size, 3, seed=3)
-    optimizer = EVERY["rowwise_adagrad_l2"]
-    (want, *_) = (bits(x) for x in all_ranks(
-        case, uniform_plan(case.tables, world_size, "striped"), steps, optimizer, dtype))
-    plans = [rp.mixed_plan(case.tables, world_size, s) for s in range(3)]
-    for plan in (*plans, uniform_plan(case.tables, world_size, "replicated")):
-        for rank, found in enumerate(all_ranks(case, plan, steps, optimizer, dtype)):
-            found = bits(found)
-            rs.assert_bitwise({t.name: found[t.name] for t in case.tables},
-                              {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
-            for name in (n for n in found if n.startswith("replica")
-                         and plan.table(n.split()[1]).tiers[0].ranks == tuple(range(world_size))
-                         and len(plan.table(n.split()[1]).tiers) == 1):
-                rs.assert_bitwise(found[name], found[name.split()[1]], name)
-            if rank == 0:
-                rs.assert_bitwise([found[f"output {k}"] for k in range(3)],
-                                  [want[f"output {k}"] for k in range(3)], "outputs")
+    striped, *plans = (uniform_plan(case.tables, world_size, "striped"),
+                       uniform_plan(case.tables, world_size, "replicated"),
+                       *(rp.mixed_plan(case.tables, world_size, s) for s in range(3)))
+    want = train(case, striped, steps, EVERY["rowwise_adagrad_l2"], dtype)
+    for plan in plans:
+        got = train(case, plan, steps, EVERY["rowwise_adagrad_l2"], dtype)
+        rs.same_bits(got, want)
+        check_replicas(case, plan, got)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_threads_and_repeated_runs_change_no_bit(dtype: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, 2, 3, seed=3)
-    runs = [all_ranks(case, rp.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
-                      num_threads=n) for n in (1, 1, 3)]
-    for other in runs[1:]:
-        rs.assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
+    first, *others = (train(case, rp.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
+                            num_threads=n) for n in (1, 1, 3))
+    for other in others:
+        rs.same_bits(other, first, replicas=True)
 
 
 def one_table(dtype: str, rows: torch.Tensor, lr: float) -> ShardedTables:
@@ -228,8 +190,8 @@ def test_dtypes_mixed_in_one_collection() -> None:
         replace(t, dtype=d) for t, d in zip(
             case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
     steps = rs.make_steps(case, 2, 1, seed=5)
-    got = all_ranks(mixed, rp.mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
+    plan = rp.mixed_plan(case.tables, 2, 1)
+    got = train(mixed, plan, steps, SGD(0.5))
     for t in mixed.tables:
-        alone = all_ranks(case, rp.mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
-                          torch.float32 if t.dtype == "float32" else None)
-        assert torch.equal(got[0][t.name], alone[0][t.name]), t.name
+        alone = train(case, plan, steps, SGD(0.5), t.dtype)
+        assert torch.equal(got.weights[t.name], alone.weights[t.name]), t.name
