@@ -3,9 +3,9 @@
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -325,15 +325,11 @@ def test_a_bad_handshake_leaves_no_descriptor() -> None:
 
 def test_threads_of_one_reader(publisher: Publisher, reader: Reader) -> None:
     """Threads of one process share a slot, but each pins its own epoch."""
-    found: list[tuple[int, int, int]] = []
-    threads = [threading.Thread(target=lambda: found.append(look(reader, 12))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for epoch in range(2, 13):
-        publisher.publish_rows(constant(epoch), dense(epoch))
-    for thread in threads:
-        thread.join()
-    assert [torn for _, torn, _ in found] == [0, 0, 0]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(look, reader, 12) for _ in range(3)]
+        for epoch in range(2, 13):
+            publisher.publish_rows(constant(epoch), dense(epoch))
+    assert [done.result()[1] for done in found] == [0, 0, 0]
     with pytest.raises(OperError, match="outside of its epoch"):
         PublishedTables(reader, 0, FEATURES).lookup(
             Lookup(torch.tensor([5, 6]), torch.tensor([1, 1]), torch.tensor([0, 1]), 1))
