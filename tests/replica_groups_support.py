@@ -209,6 +209,7 @@ def simulated(case: rs.Case, steps: list[list[rs.Batch]], optimizer: Optimizer, 
 
 
 PLANS: dict[str, Callable[[rs.Case], Plan]] = {
+    "alone": lambda case: uniform_plan(case.tables, 1),
     "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
     "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
     "mixed": lambda case: rp.mixed_plan(case.tables, 2, 1),

@@ -116,8 +116,7 @@ KINDS = {
         (*(f"tests/search/test_{name}.py" for name in _PLANNING),
          *(f"tests/shmem/test_{name}.py" for name in _TABLES), *_ACCUMULATION,
          "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"),
-        {"tests/shmem/test_exchange.py::test_buffers_stop_growing_as_batches_change":
-         "AddressSanitizer keeps what is freed"}),
+        {}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
         {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},

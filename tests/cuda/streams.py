@@ -7,8 +7,8 @@ wait for theirs at the end of a lookup.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -107,18 +107,16 @@ class StreamedTables(DeviceTables):
         return out
 
     def _resolved(self, batch: Lookup) -> Lookup:
-        found: list[Lookup] = []
         run = self.to_resolve(batch)
 
-        def work() -> None:
-            found.append(run())
+        def work() -> Lookup:
+            found = run()
             if self.ahead == "early":
                 self._resolving_stream.synchronize()  # type: ignore[union-attr]
+            return found
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return found[0]
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
 
 
 @contextmanager

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.compiler import (
-    ARCHS,
-    ROOT,
-    checked_library,
-    lookup_kernels,
-    shipped_library,
-)
+from tests.cuda.compiler import ARCHS, ROOT, checked_library, lookup_kernels, shipped_library
 
 pytestmark = pytest.mark.timeout(1500)  # the first tests compile all kernels for all architectures
 

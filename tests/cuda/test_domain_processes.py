@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from oper.errors import InvalidInputError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
 from tests import random_plans as rp, runtime_support as rs
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
-from tests.world_support import run_world
+from tests.world_support import caught, run_world
 
 
 def _train(rank: int, world_size: int, plan: Plan, optimizer: str, rates: tuple[float, ...] = ()
@@ -30,11 +29,10 @@ def _train(rank: int, world_size: int, plan: Plan, optimizer: str, rates: tuple[
             tables.param_groups[0]["lr"] += rates[step] * rank
         sent.update(tables.sent_bytes())
 
-    try:
+    with caught() as errors:
         return rs.train_rank(small_case(optimizer), plan, steps, rs.OPTIMIZERS[optimizer],
                              ProcessGroup(), between), sent
-    except InvalidInputError as error:
-        return str(error), sent
+    return errors[0], sent
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -16,7 +16,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from tests import random_plans as rp, runtime_support as rs
-from tests.cuda.emulated import device_tables, on_devices, small_case
+from tests.cuda.emulated import on_devices, small_case
 from tests.shmem.test_traffic import assert_equal, executed
 from tests.support import pulled
 
@@ -35,13 +35,8 @@ def test_sent_bytes_equal_those_of_the_host_back_end(emulation: pytest.MonkeyPat
                          ("row_ids", "rows", "ids", "partial_sums", "refreshed_rows"))):
         plan = replace(plan, message_bits=bits)
 
-        def body(group: ThreadGroup, plan: Plan = plan) -> dict[str, list[int]]:
-            tables = rs.open_tables(case, plan, group, SGD(lr=0.1))
-            tables.sent_bytes(reset=True)
-            for batches in steps:
-                out = tables.lookup(batches[group.rank].lookup(case))
-                rs.rank_loss(out, batches[group.rank].target).backward()
-            return tables.sent_bytes()
+        def body(group: ThreadGroup, plan: Plan = plan) -> Any:
+            return executed(case, plan, steps, SGD(lr=0.1), group, lambda t: t.sent_bytes())
 
         host = rs.run_ranks(4, body, domains=domains)
         with on_devices(emulation):
@@ -130,10 +125,9 @@ def test_a_missing_sum_of_squares_is_refused(emulation: pytest.MonkeyPatch, on_d
     assert "nothing" not in found
 
 
-def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:
+def test_codes_are_for_host_memory(on_device: None) -> None:
     case = small_case("sgd")
     plan = replace(rp.mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
-    emulation.setattr(rs, "ShardedTables", device_tables)
     with pytest.raises(InvalidInputError, match=r"message_bits=\[32, 8\], expected 32 or 16"):
         rs.run_ranks(2, lambda g: rs.open_tables(case, plan, g, SGD(lr=0.1)),
                      domains=(0, 1))
@@ -159,6 +153,10 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
     copied: list[int] = []
 
     def between(tables: ShardedTables, step: int) -> None:
+        if step == 0:  # a move that is cancelled
+            tables.start_migration(plans[other], 1000)
+            tables.stop_migration()
+            assert tables.migration is None
         if step == START:
             tables.start_migration(plans[other], budget)
         move = tables.migration
@@ -194,27 +192,6 @@ def test_moves_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatch)
     with on_devices(emulation):
         device = rs.train_virtual(case, plain, steps, chosen, between=between)
     rs.assert_bitwise(vars(host), vars(device), "result")
-
-
-def test_a_move_is_cancelled(emulation: pytest.MonkeyPatch, on_device: None) -> None:
-    case = small_case("sgd")
-    plans = rp.plans_for(case.tables, 2)
-    steps = rs.make_steps(case, 2, 2)
-
-    def body(group: Any) -> None:
-        tables = rs.open_tables(case, plans["striped"], group, rs.OPTIMIZERS["sgd"])
-        tables.start_migration(plans["owned"], 1000)
-        with pytest.raises(InvalidInputError, match="a move is under way"):
-            tables.start_migration(plans["owned"], 1000)
-        tables.stop_migration()
-        assert tables.migration is None
-        batch = steps[1][group.rank]
-        rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-        assert tables.plan.table("two").pieces[0].tiers[0].placement == "striped"
-        tables.barrier()
-        tables.close()
-
-    rs.run_ranks(2, body)
 
 
 # ---- counters ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError
-from oper.plan import Plan, uniform_plan
+from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.optim.optimizers import SGD, Optimizer
+from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
@@ -107,27 +107,18 @@ class _Staging:
         return sum(self.found)
 
 
-@pytest.mark.parametrize("room", [None, 48 * 16, 0])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size, plan, weighted, dtype, room", [
+    *itertools.product((2, 3), ["mixed1"], (False, True), ["float32"], (None, 48 * 16, 0)),
+    *itertools.product([2], ["rich0", "rich1"], [False], ["float32", "float16"], [None])])
 def test_rows_fetched_once_give_the_hosts_bits(
-        emulation: pytest.MonkeyPatch, world_size: int, weighted: bool, room: int | None) -> None:
-    case = rs.dlrm_case("rowwise_adagrad", weighted=weighted)
-    staging = _Staging(emulation, room=room)
-    assert_same(*both(emulation, case, rp.plans_for(case.tables, world_size)["mixed1"],
-                      rs.OPTIMIZERS["rowwise_adagrad"]))
-    assert staging.used
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rows_fetched_once_with_push_and_columns(emulation: pytest.MonkeyPatch, dtype: str,
-                                                 seed: int) -> None:
-    plain = rs.dlrm_case("rowwise_adagrad")
+        emulation: pytest.MonkeyPatch, world_size: int, plan: str, weighted: bool, dtype: str,
+        room: int | None) -> None:
+    plain = rs.dlrm_case("rowwise_adagrad", weighted=weighted)
     case = replace(plain, tables=tuple(replace(t, dtype=dtype) for t in plain.tables))
-    staging = _Staging(emulation)
-    assert_same(*both(emulation, case, rp.rich_plan(case.tables, 2, seed, True),
-                      rs.OPTIMIZERS["rowwise_adagrad"], 2))
+    chosen = (rp.plans_for(case.tables, world_size)[plan] if plan == "mixed1"
+              else rp.rich_plan(case.tables, world_size, int(plan[-1]), True))
+    staging = _Staging(emulation, room=room)
+    assert_same(*both(emulation, case, chosen, rs.OPTIMIZERS["rowwise_adagrad"]))
     assert staging.used
 
 
@@ -178,15 +169,6 @@ def _run_of(tables: ShardedTables, batch: Lookup) -> list[torch.Tensor]:
     return outputs + rows
 
 
-def assert_same_runs(patches: pytest.MonkeyPatch, case: rs.Case, plan: Plan,
-                     optimizer: Optimizer, batch: Lookup) -> None:
-    """Run two steps of one rank on both back ends, with the same bits."""
-    host = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
-    with on_devices(patches):
-        device = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
-    rs.assert_bitwise(host, device, "outputs and rows")
-
-
 def test_long_runs_are_summed_in_fixed_chunks(emulation: pytest.MonkeyPatch) -> None:
     """Nearly all ids are one row, so that its run is cut into chunks."""
     case = rs.Case((TableSpec("t", 3, 20, ("a",), "sum", "float32", "sgd"),), ("a",))
@@ -200,11 +182,9 @@ def test_long_runs_are_summed_in_fixed_chunks(emulation: pytest.MonkeyPatch) -> 
     for seed, threads in [(1, 256), (2, 1024), (3, 4096)]:
         emulation.setenv("OPER_EMULATION_SEED", str(seed))
         emulation.setenv("OPER_DEVICE_THREADS", str(threads))
-        # A new thread has a new emulated device, which reads these.
-        thread = threading.Thread(target=lambda: results.append(
-            _run_of(rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:  # has a new emulated device, which reads these
+            results.append(pool.submit(lambda: _run_of(
+                rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.01)), batch)).result())
     rs.assert_bitwise(results[0], results[1], "other grid")
     rs.assert_bitwise(results[0], results[2], "other grid")
     for a, b in zip(host, results[0], strict=True):
@@ -222,31 +202,19 @@ def test_long_runs_of_one_chunk_give_the_hosts_bits(
     ids = torch.arange(2 * 3000) * 7 % 25
     lengths = torch.tensor([6, 0, 12, 2] * 300)
     batch = Lookup(ids, lengths, case.key_of, 600)
-    assert_same_runs(emulation, case, uniform_plan(tables, 1, "striped"), rs.OPTIMIZERS[optimizer],
-                     batch)
+    plan, chosen = uniform_plan(tables, 1, "striped"), rs.OPTIMIZERS[optimizer]
+    host = _run_of(rs.open_tables(case, plan, SingleGroup(), chosen), batch)
+    with on_devices(emulation):
+        device = _run_of(rs.open_tables(case, plan, SingleGroup(), chosen), batch)
+    rs.assert_bitwise(host, device, "outputs and rows")
 
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_unpooled(emulation: pytest.MonkeyPatch, columns: bool) -> None:
-    spec = TableSpec("t", 400, 24, ("a", "b"), "none", "float32", "rowwise_adagrad")
-    other = TableSpec("u", 30, 24, ("c",), "none", "float32", "rowwise_adagrad")
-    case = rs.Case((spec, other), ("b", "a", "c"))
-    plan = rp.rich_plan(case.tables, 1, 5, columns)
-    g = torch.Generator().manual_seed(3)
-    lengths = torch.randint(0, 4, (3 * 7,), generator=g)
-    ids = torch.randint(0, 30, (int(lengths.sum()),), generator=g)
-    batch = Lookup(ids, lengths, case.key_of, 7, None, False)
-    assert_same_runs(emulation, case, plan, rs.OPTIMIZERS["rowwise_adagrad"], batch)
-
-
-def test_a_resolved_batch_gives_the_same_bits(on_device: None) -> None:
-    case = rs.dlrm_case("rowwise_adagrad")
-    plan = rp.plans_for(case.tables, 1)["mixed0"]
-    batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
-    optimizer = rs.OPTIMIZERS["rowwise_adagrad"]
-    plain = _run_of(rs.open_tables(case, plan, SingleGroup(), optimizer), batch)
-    ahead = rs.open_tables(case, plan, SingleGroup(), optimizer)
-    rs.assert_bitwise(plain, _run_of(ahead, ahead.resolve(batch)), "resolved ahead")
+    tables = (TableSpec("t", 400, 24, ("a", "b"), "none"), TableSpec("u", 30, 24, ("c",), "none"))
+    case = rs.Case(tables, ("b", "a", "c"))
+    assert_same(*both(emulation, case, rp.rich_plan(tables, 1, 5, columns),
+                      rs.OPTIMIZERS["rowwise_adagrad"], 2))
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -269,47 +237,37 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
     tables.close()
 
 
-def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
-    """A batch that was resolved in advance is resolved again if its weights were replaced."""
-    case = rs.dlrm_case("sgd", weighted=True)
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_resolved_batch_gives_the_same_bits(on_device: None, replaces: bool) -> None:
+    """It is resolved again if its weights were replaced after they were sorted."""
+    case = rs.dlrm_case("rowwise_adagrad", weighted=True)
     plan = rp.plans_for(case.tables, 1)["mixed0"]
     batch = rs.make_steps(case, 1, 1)[0][0].lookup(case)
     assert batch.weights is not None
-    other = replace(batch, weights=batch.weights * 2)
-    tables = rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.1))
-    ahead = tables.resolve(batch)
-    plain = _run_of(rs.open_tables(case, plan, SingleGroup(), SGD(lr=0.1)), other)
-    rs.assert_bitwise(plain, _run_of(tables, replace(other, resolved=ahead.resolved)), "weights")
+    other = replace(batch, weights=batch.weights * 2) if replaces else batch
+    plain, ahead = (rs.open_tables(case, plan, SingleGroup(), rs.OPTIMIZERS["rowwise_adagrad"])
+                    for _ in range(2))
+    resolved = replace(other, resolved=ahead.resolve(batch).resolved)
+    rs.assert_bitwise(_run_of(plain, other), _run_of(ahead, resolved), "resolved ahead")
 
 
 @without_gpu
-def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.MonkeyPatch) -> None:
+def test_a_barrier_waits_for_all_and_names_who_is_missing(
+        emulation: pytest.MonkeyPatch, on_device: None) -> None:
     emulation.setenv("OPER_DEADLINE_S", "1")
-    emulation.setattr(rs, "ShardedTables", device_tables)
     case = rs.Case((TableSpec("t", 50, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
-    plan = uniform_plan(case.tables, 2, "striped")
-    groups = ThreadGroup.create(2)
-    tables: list[ShardedTables] = [None, None]  # type: ignore[list-item]
 
-    def run(body: object) -> None:
-        threads = [threading.Thread(target=body, args=(r,)) for r in range(2)]  # type: ignore
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-
-    def open_one(rank: int) -> None:
-        tables[rank] = rs.open_tables(case, plan, groups[rank], SGD(lr=1.0))
-
-    def arrive(rank: int) -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group, SGD(lr=1.0))
         for _ in range(50):
-            torch.ops.oper.device_barrier(tables[rank].handle)
+            torch.ops.oper.device_barrier(tables.handle)
+        assert torch.ops.oper.device_context_error(tables.handle)[0] == 0
+        group.all_gather(None)
+        if group.rank == 1:
+            torch.ops.oper.device_barrier(tables.handle)
+            with pytest.raises(DeadlineError, match="rank=0"):
+                tables.synchronize()  # type: ignore[attr-defined]
+        group.all_gather(None)
+        tables.close()
 
-    run(open_one)
-    run(arrive)
-    assert [torch.ops.oper.device_context_error(t.handle)[0] for t in tables] == [0, 0]
-    torch.ops.oper.device_barrier(tables[1].handle)
-    with pytest.raises(DeadlineError, match="rank=0"):
-        tables[1].synchronize()  # type: ignore[attr-defined]
-    for t in tables:
-        t.close()
+    rs.run_ranks(2, body)

@@ -146,10 +146,9 @@ def assert_same(patches: pytest.MonkeyPatch, *args: Any, late: bool = False, **k
 
 
 @pytest.fixture(autouse=True)
-def device(emulation: pytest.MonkeyPatch) -> Iterator[None]:
+def device(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_DEVICE_THREADS", "64")  # few blocks, which is faster
     emulation.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
-    yield
 
 
 @pytest.mark.parametrize("number, rule", [*enumerate(RULES)])
@@ -329,19 +328,12 @@ def test_a_gradient_for_a_row_that_has_another_key(emulation: pytest.MonkeyPatch
 def test_records_are_written_and_read(emulation: pytest.MonkeyPatch, world_size: int) -> None:
     """A directory restored from the host's records continues like the host's."""
     plan, rules = mixed_plan(CASE.tables, world_size, 2), {"few": RULES[0], "many": RULES[2]}
+    saved = train(plan, rules, feed(world_size), 3)
 
-    def body(group: ThreadGroup, state: Trained | None) -> Trained:
-        tables = open_dynamic(plan, group, rules)
-        outputs = []
-        for step in range(3 if state else 0, 6):
-            if step == 3:
-                state = state or found_in(tables, [])
-                load(tables, state)
-                outputs = []
-            outputs.append(step_of(tables, feed(world_size)(step, group.rank)))
-        return found_in(tables, outputs)
-
-    def load(tables: Any, state: Trained) -> None:
+    def restored(tables: Any, step: int) -> None:
+        if step:
+            return
+        state = saved[tables.group.rank]
         for name, rows in state.rows.items():
             table, part = name.split()
             tables.write(table, rows, part=part)
@@ -357,19 +349,8 @@ def test_records_are_written_and_read(emulation: pytest.MonkeyPatch, world_size:
             tables.keys.set_clock(table, clock)
         tables.barrier()
 
-    states: list[Trained | None] = [None] * world_size
-
-    def save(group: ThreadGroup) -> Trained:
-        tables = open_dynamic(plan, group, rules)
-        for step in range(3):
-            step_of(tables, feed(world_size)(step, group.rank))
-        return found_in(tables, [])
-
-    states = run_ranks(world_size, save)
-    host = run_ranks(world_size, lambda group: body(group, states[group.rank]))
-    with on_devices(emulation):
-        device = run_ranks(world_size, lambda group: body(group, states[group.rank]))
-    assert_equal(host, device)
+    assert_same(emulation, plan, rules, lambda step, rank: feed(world_size)(step + 3, rank), 3,
+                between=restored)
 
 
 def test_clock_at_its_end(emulation: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A batch that one rank refuses updates no rank's rows; all ranks continue with the next one."""
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,28 +105,24 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
 
 
 @pytest.fixture(autouse=True)
-def opens_on_device(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(rs, "ShardedTables", device_tables)
+def opens_on_device(emulation: pytest.MonkeyPatch, on_device: None) -> None:
     emulation.setenv("OPER_DEVICE_THREADS", "32")  # one block per kernel, which is faster
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_tables_continue_after_a_refused_batch(size: int) -> None:
-    compare(size, rp.plans_for(CASE.tables, size)["mixed1"], "id")
+@pytest.mark.parametrize("size, plan, kind", [
+    *((size, "mixed", "id") for size in (1, 2, 4, 8)),
+    *itertools.product([2], ["pushed", "pulled"], [k for k in SPOILED if k != "negative id"])])
+def test_tables_continue_after_a_refused_batch(size: int, plan: str, kind: str) -> None:
+    chosen = {"mixed": rp.plans_for(CASE.tables, size)["mixed1"],
+              "pushed": rp.rich_plan(CASE.tables, size, 1, columns=True),
+              "pulled": uniform_plan(CASE.tables, size, "striped")}[plan]
+    compare(size, chosen, kind, late=plan != "mixed" and kind in ("id", "sum of lengths"))
 
 
 @pytest.mark.parametrize("size, kind", [
     (1, "id"), (2, "id"), (1, "negative id"), (1, "sum of lengths"), (1, "negative length")])
 def test_lookups_without_gradients(size: int, kind: str) -> None:
     compare(size, rp.plans_for(CASE.tables, size)["mixed1"], kind, trains=False)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SPOILED if kind != "negative id"])
-@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
-def test_every_reason(kind: str, pushes: bool) -> None:
-    plan = (rp.rich_plan(CASE.tables, 2, 1, columns=True) if pushes
-            else uniform_plan(CASE.tables, 2, "striped"))
-    compare(2, plan, kind, late=kind in ("id", "sum of lengths"))
 
 
 def test_ranks_with_too_many_rows() -> None:

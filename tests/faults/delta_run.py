@@ -103,16 +103,12 @@ def save_chains(folder: Path, count: int, deltas: int) -> None:
             shutil.copytree(folder / "run", folder / str(k))
 
 
-def build(device: str) -> nn.Module:
-    return Model(device)
-
-
 def make() -> PublishedModel:
     """Return the newest weights of the run in the folder named by the environment, for ``oper
     serve``."""
     if os.environ.get(DIE_AT):
         _die_at(int(os.environ[DIE_AT]))
-    return PublishedModel(build, find_weights(os.environ["OPER_TEST_RUN"]),
+    return PublishedModel(Model, find_weights(os.environ["OPER_TEST_RUN"]),
                           Signature("run", ("a", "b"), (ROWS, ROWS), 1))
 
 

@@ -233,7 +233,7 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
             outcome.break_guarantee(f"the error does not name {path}: {answer}")
         if what == "checkpoint":  # a failed save leaves a partial one, which the next save removes
             _writer(what, 4000)(path)
-            if _read_checkpoint_extra(path) != 1000:
+            if oper.load_checkpoint(path, small_model(1, 0))["filling"].numel() != 1000:
                 outcome.break_guarantee("the next checkpoint is not whole")
         outcome.leftovers = [p.name for p in place.iterdir() if p.name != "file"]
     finally:
@@ -241,11 +241,6 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
             subprocess.run(["umount", place], check=True)
     shutil.rmtree(place)
     return outcome
-
-
-def _read_checkpoint_extra(path: Path) -> int:
-    extra = oper.load_checkpoint(path, small_model(1, 0))
-    return int(extra["filling"].numel())
 
 
 def _write_as_nobody(what: str, path: Path) -> str:

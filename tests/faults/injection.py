@@ -27,13 +27,13 @@ from torch import nn
 import oper
 from oper.errors import OperError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.group.groups import Group, ProcessGroup
 from oper.shmem.migration import Migration
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults import memory
-from tests.runtime_support import short_bags
+from tests.runtime_support import read_all, short_bags
 from tests.world_support import (
     RankFailedError,
     World,
@@ -161,7 +161,7 @@ def _plan(specs: tuple[TableSpec, ...], world_size: int, seed: int) -> Plan:
         entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),)))
     return Plan(world_size, tuple(entries))
 
-_SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
+SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
                for n, r, d in (("a", 400, 8), ("pushed", 300, 16), ("c", 50, 4)))
 
 def _wait_less(injection: Injection | None) -> None:
@@ -175,12 +175,12 @@ def _wait_less(injection: Injection | None) -> None:
         os.environ["OPER_DEADLINE_S"] = str(DEADLINE_S)
 
 
-def open_tables(world_size: int, seed: int) -> ShardedTables:
+def open_tables(group: Group, seed: int) -> ShardedTables:
     """Create this rank's tables with initial rows. Collective."""
-    tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
-                                                             for s in _SPECS],
-                           ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
-    for s in _SPECS:
+    tables = ShardedTables(_plan(SPECS, group.world_size, seed),
+                           [(f"f_{s.name}", s.name) for s in SPECS],
+                           group, RowWiseAdagrad(lr=0.1), 1.0 / group.world_size)
+    for s in SPECS:
         g = torch.Generator().manual_seed(seed)
         tables.write(s.name, torch.rand(s.num_rows, s.dim, generator=g))
     tables.flush_replicas()
@@ -194,7 +194,7 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
     if injection is not None and injection.labels:
         os.environ["OPER_DOMAIN"] = injection.labels[rank]
     _wait_less(injection)
-    tables = open_tables(world_size, seed)
+    tables = open_tables(ProcessGroup(), seed)
 
     def train() -> dict[str, torch.Tensor]:
         for step in range(_STEPS):
@@ -202,14 +202,11 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
                 if rank == injection.victim:
                     _arm(injection, note)
                 if injection.phase == "migration":
-                    tables.start_migration(_plan(_SPECS, world_size, seed + 1), 1 << 12)
-            batch = tables.resolve(short_bags(_SPECS, 100 * seed + 10 * step + rank, 6 + rank))
+                    tables.start_migration(_plan(SPECS, world_size, seed + 1), 1 << 12)
+            batch = tables.resolve(short_bags(SPECS, 100 * seed + 10 * step + rank, 6 + rank))
             tables.lookup(batch).square().sum().backward()
         tables.finish_migration()
-        tables.barrier()
-        rows = {s.name: tables.read(s.name) for s in _SPECS}
-        tables.barrier()
-        return rows
+        return read_all(tables)
 
     return _outcome_of(train, tables)
 

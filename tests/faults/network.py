@@ -21,7 +21,21 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection import DEADLINE_S, KILL_LIMIT_S, STOP_LIMIT_S, Outcome
+import torch
+import torch.distributed as dist
+
+from oper.errors import OperError
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.tables import ShardedTables
+from tests.faults.injection import (
+    DEADLINE_S,
+    KILL_LIMIT_S,
+    SPECS,
+    STOP_LIMIT_S,
+    Outcome,
+    open_tables,
+)
+from tests.runtime_support import read_all, run_ranks, short_bags
 from tests.support import ROOT
 from tests.world_support import leftovers
 
@@ -142,13 +156,12 @@ def inject(fault: str, rng: random.Random, library: Path) -> Outcome:
 
 def _start(world_size: int, seed: int, folder: str, env: dict[str, str]
            ) -> list[subprocess.Popen[str]]:
-    store = str(Path(folder) / f"store{len(env)}")
     common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OPER_DEADLINE_S": str(DEADLINE_S),
               "OPER_OUTBOX_BYTES": str(1 << 22), "OMP_NUM_THREADS": "1",
               "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, "-m", "tests.faults.network"]
     return [subprocess.Popen(
-        [*words, str(rank), str(world_size), str(seed), store],
+        [sys.executable, "-m", "tests.faults.network", str(rank), str(world_size), str(seed),
+         str(Path(folder) / "store")],
         env={**common, "OPER_DOMAIN": f"host{rank}", **env}, cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for rank in range(world_size)]
 
@@ -178,50 +191,37 @@ def _check_errors(answers: list[dict[str, Any]], fault: str, since: float, outco
         outcome.break_guarantee(f"noticed after {outcome.detection_s:.2f} s")
 
 
-_UNDISTURBED: dict[tuple[int, int], int] = {}
-
-
 def _check_numbers(answers: list[dict[str, Any]], world_size: int, seed: int, outcome: Outcome
                    ) -> None:
-    key = (world_size, seed)
-    if key not in _UNDISTURBED:
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = _start(world_size, seed, folder, {})
-            for process in ranks:
-                _answer(process)
-            _UNDISTURBED[key] = _answer(ranks[0])["sum"]
-            for process in ranks:
-                process.communicate(timeout=60)
+    """Compare with virtual ranks."""
+    wanted = run_ranks(world_size, lambda group: _train(open_tables(group, seed), seed))
     for rank, found in enumerate(answers):
-        if found.get("sum") != _UNDISTURBED[key]:
+        if found.get("sum") != wanted[rank]:
             outcome.break_guarantee(f"rank {rank} has other numbers: {found}")
 
 
+def _train(tables: ShardedTables, seed: int) -> int:
+    """Train for a number of steps of some milliseconds; returns a checksum of the rows."""
+    rank = tables.group.rank
+    for step in range(_STEPS):
+        batch = short_bags(SPECS, 100 * seed + 10 * step + rank, 6 + rank)
+        tables.lookup(batch).square().sum().backward()
+        time.sleep(0.03)
+    rows = read_all(tables)
+    return zlib.crc32(b"".join(rows[s.name].numpy().tobytes() for s in SPECS))
+
+
 def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
-    """Train, as one rank, until an error occurs or a number of steps of some milliseconds are done.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from oper.errors import OperError
-    from tests.faults.injection import _SPECS, open_tables
-    from tests.runtime_support import short_bags
-
+    """Train, as one rank, until an error occurs or all steps are done."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                             world_size=world_size)
-    tables = open_tables(world_size, seed)
+    tables = open_tables(ProcessGroup(), seed)
     print(json.dumps({"kind": "ready"}), flush=True)
     try:
-        for step in range(_STEPS):
-            batch = short_bags(_SPECS, 100 * seed + 10 * step + rank, 6 + rank)
-            tables.lookup(batch).square().sum().backward()
-            time.sleep(0.03)
-        rows = [tables.read(s.name) for s in _SPECS]
+        return {"kind": "", "sum": _train(tables, seed), "time": time.monotonic()}
     except OperError as error:
         return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic()}
-    data = b"".join(r.numpy().tobytes() for r in rows)
-    return {"kind": "", "sum": zlib.crc32(data), "time": time.monotonic()}
 
 
 if __name__ == "__main__":

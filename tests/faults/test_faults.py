@@ -19,6 +19,7 @@ import oper
 from oper.errors import FileFormatError, OperError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA
 from oper.plan import Plan, uniform_plan
+from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.memory.host_heap import exchange_over_sockets
 from oper.shmem.publication.handshake import socket_name
 from oper.shmem.publication.publisher import Publisher
@@ -60,9 +61,9 @@ def test_ranks_that_share_no_memory(fault: str, labels: str, victim: int) -> Non
 
 
 def _train_for_ever(rank: int, world_size: int) -> None:
-    tables = injection.open_tables(world_size, 0)
+    tables = injection.open_tables(ProcessGroup(), 0)
     while True:
-        tables.lookup(short_bags(injection._SPECS, rank, 6)).sum().backward()
+        tables.lookup(short_bags(injection.SPECS, rank, 6)).sum().backward()
         report(None)
 
 
@@ -102,34 +103,9 @@ def test_a_rank_is_killed_for_memory(phase: str) -> None:
     check(injection.inject(Injection.draw("memory limit", phase, random.Random(phase))))
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_memory_by_both_versions_of_control_groups(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Limits are written where the system has its mounts, even with version 2 next to version 1."""
-    both, old = tmp_path / "unified", tmp_path / "memory"
-    for place in (both, old / "job"):
-        place.mkdir(parents=True)
-    controllers = "cpu memory pids" if version == 2 else "cpu"
-    (both / "cgroup.subtree_control").write_text(controllers + "\n")
-    (tmp_path / "mounts").write_text(
-        f"tmpfs / tmpfs rw 0 0\ncgroup2 {both} cgroup2 rw 0 0\n"
-        + (f"cgroup {old} cgroup rw,memory 0 0\n" if version == 1 else ""))
-    (tmp_path / "cgroup").write_text("4:memory:/job\n0::/\n" if version == 1 else "0::/job\n")
-    monkeypatch.setattr(memory, "PROC", tmp_path)
-    memory.limit_this_process(64 << 20)
-    (group,) = (both if version == 2 else old / "job").glob(f"oper-test-{os.getpid()}-*")
-    said = {path.name: path.read_text() for path in group.iterdir()}
-    limit = str(64 << 20)
-    assert said == {"cgroup.procs": str(os.getpid())} | (
-        {"memory.max": limit, "memory.swap.max": "0"} if version == 2 else
-        {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit})
-
-
 def test_violated_guarantees_are_detected(tmp_path: Path) -> None:
     """A fault that never happens, and a survivor whose error names no peer."""
-    never = Injection("kill", "update", 2, 0, 10**6, 0)
-    outcome = injection.inject(never)
+    outcome = injection.inject(Injection("kill", "update", 2, 0, 10**6, 0))
     assert not outcome.kept and any("never happened" in what for what in outcome.broken)
 
 
@@ -256,7 +232,6 @@ _INTRUDER = textwrap.dedent("""
 
 def _waits_with_open_sockets(rank: int, world_size: int) -> str:
     """Rank 1 waits for the test, so that rank 0's private socket stays open until then."""
-    from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.memory import host_heap as heap
 
     group = ProcessGroup()

@@ -1,15 +1,12 @@
 """Faults while the steps of a run are served: no score mixes two steps, and serving recovers."""
 
 import contextlib
-import json
 import os
 import queue
 import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +18,10 @@ from oper.errors import OperError
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.serve import Client
 from oper.serve.client import ServerError
+from oper.support.processes import free_port
 from oper.train.resume import CHECKPOINT
 from tests.faults.delta_run import DIE_AT, REQUEST, save_chains, step_of, train
-from tests.forked import Forked
-from tests.support import ROOT, wait_for
+from tests.support import announced, serving, wait_for
 from tests.world_support import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
@@ -40,9 +37,7 @@ class Served:
     """
 
     def __init__(self, run: Path, **env: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as place:
-            self._port = place.getsockname()[1]
-        self._run = run
+        self._run, self._port, self._servers = run, free_port(), contextlib.ExitStack()
         self.steps: list[int] = []
         self.refused: list[str] = []
         self.torn = 0
@@ -55,14 +50,11 @@ class Served:
 
     def start(self, **env: str) -> None:
         """Start the server, or start it again."""
-        self.process = Forked(
-            [sys.executable, "-m", "oper", "serve", "tests.faults.delta_run:make", "--follow",
-             str(self._run), "--port", str(self._port), "--json", "--workers", "1"], cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OPER_TEST_RUN": str(self._run), **env})
+        self.process = self._servers.enter_context(serving(
+            "tests.faults.delta_run:make", "--follow", str(self._run), "--port", str(self._port),
+            "--json", "--workers", "1", env={"OPER_TEST_RUN": str(self._run), **env}))
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-        assert self.process.stdout is not None
-        self.workers: list[int] = json.loads(self.process.stdout.readline())["workers"]
+        self.workers: list[int] = announced(self.process)["workers"]
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         for line in process.stderr or ():
@@ -93,14 +85,12 @@ class Served:
         self._stop.set()
         self._asking.join()
         self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with self._servers, contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
-        self.process.kill()
-        self.process.wait()
 
 
 @contextlib.contextmanager
-def serving(run: Path, **env: str) -> Iterator[Served]:
+def following(run: Path, **env: str) -> Iterator[Served]:
     served = Served(run, **env)
     try:
         yield served
@@ -119,7 +109,7 @@ def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> No
     """The run is killed while it saves; the steps after it has resumed are served, too."""
     rng, kills, steps = random.Random(3), 2, 120
     trained(tmp_path, 2, 1000)
-    with serving(tmp_path) as served:
+    with following(tmp_path) as served:
         wait_for(lambda: served.serves(2))
         for kill in range(kills + 1):
             with world(1, train, str(tmp_path), steps, 30) as running:
@@ -139,7 +129,7 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
     """The supervisor is killed between two tables of a delta: the partial delta is not read."""
     trained(tmp_path, 3, 1000)
     # A delta copies two tables and a weight: in the fourth.
-    with serving(tmp_path, **{DIE_AT: "10"}) as served:
+    with following(tmp_path, **{DIE_AT: "10"}) as served:
         wait_for(lambda: served.serves(3))
         with world(1, train, str(tmp_path), 160, 1000) as running:
             served.process.wait(60)
@@ -188,7 +178,7 @@ def test_dropped_doubled_reordered_and_damaged_deltas(tmp_path: Path) -> None:
     served_run = tmp_path / "served"
     served_run.mkdir()
     copy(tmp_path / "0" / CHECKPOINT, served_run / CHECKPOINT)
-    with serving(served_run) as served:
+    with following(served_run) as served:
         for k, harm in enumerate([*HARMS, "none"]):
             moves, words = HARMS.get(harm, ({1: 1, 2: 2}, ""))
             if k:  # the first one is there: a copy of it would begin its chain again

@@ -205,11 +205,6 @@ def test_a_folder_without_configuration_is_one_error(tmp_path: Path,
         capsys.readouterr().err)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_model(tmp_path / "nowhere")
-
-
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     model = write_run(tmp_path, 1)
     state = {n: v for n, v in model.state_dict().items() if "t0" not in n}

@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oper.errors import InvalidInputError, OperError
+from oper.errors import InvalidInputError
 from oper.serve import Request, wire
 from oper.serve.batching import Batcher, BatchOptions, PendingRequest
-from oper.serve.requests import ServerError, join, places, reorder
+from oper.serve.requests import ServerError, join
 from tests.serve_support import SIGNATURE, Sums, as_json, expected, random_request, with_user
 
 ONE = Request(np.array([[0.5, 1]], np.float32), np.array([[1], [0], [2]], np.int32),
@@ -38,13 +39,6 @@ def test_the_wire_keeps_a_request(seed: int, size: int) -> None:
     request = random_request(np.random.default_rng(seed), size)
     request.check(SIGNATURE)
     assert same(wire.decode_request(*wire.encode_request(request), SIGNATURE), request)
-
-
-def test_scores_are_returned() -> None:
-    scores = np.arange(5, dtype=np.float32)
-    found, epoch = wire.decode_scores(*wire.encode_scores(scores, 3, "m"))
-    assert epoch == 3
-    assert np.array_equal(found, scores)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -90,21 +84,6 @@ def test_a_users_features_are_checked() -> None:
     refused(b'"a,c"', b'"a,a"', "features=.*every feature at most once")
     refused(b'"a,c"', b'7', "user_features=7, expected text")
     refused(b'"a,b,c"', b'"c,b,a"', "cannot score")
-
-
-def test_features_may_come_in_any_order_and_be_left_out() -> None:
-    whole = random_request(np.random.default_rng(0), 4)
-    per_feature = np.split(whole.ids, np.cumsum(whole.lengths.sum(axis=1))[:-1])
-    lengths, ids = reorder(places(["c", "a"], SIGNATURE), whole.lengths[[2, 0]],
-                           np.concatenate([per_feature[2], per_feature[0]]), 3)
-    assert np.array_equal(lengths, np.stack([whole.lengths[0], 0 * whole.lengths[1],
-                                             whole.lengths[2]]))
-    assert np.array_equal(ids, np.concatenate([per_feature[0], per_feature[2]]))
-
-
-def test_tensors_may_come_as_json() -> None:
-    request = wire.decode_request(as_json(ONE), None, SIGNATURE)
-    assert same(request, ONE)
 
 
 def changed(**fields: Any) -> Request:
@@ -349,43 +328,36 @@ def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
     assert 4 < batcher.due_s() <= 5
 
 
-def test_a_model_with_too_few_scores_is_noticed() -> None:
-    class Broken(Sums):
-        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-            return super().predict(batch)[0][1:], 1
+class Changed(Sums):
+    """Changes its scores."""
 
-    batcher = Batcher(Broken(), BatchOptions())
-    pending, = submit(batcher, many(1))
-    batcher.turn()
-    assert isinstance(pending.error, OperError) and "one per sample" in str(pending.error)
+    def __init__(self, change: Callable[[Request, np.ndarray], np.ndarray]) -> None:
+        super().__init__()
+        self.change = change
 
-
-def test_a_model_that_is_a_client_of_another_server_fails_like_any_other() -> None:
-    class Asking(Sums):
-        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-            raise ServerError(503, "the other server is overloaded")
-
-    batcher = Batcher(Asking(), BatchOptions())
-    pending, = submit(batcher, many(1))
-    batcher.turn()
-    assert str(pending.error) == "the other server is overloaded"
-    assert not isinstance(pending.error, ServerError)
+    def predict(self, batch: Request) -> tuple[np.ndarray, int]:
+        return self.change(batch, super().predict(batch)[0]), 1
 
 
-def test_scores_that_are_not_finite_fail_only_their_request() -> None:
-    class Broken(Sums):
-        def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-            scores, epoch = super().predict(batch)
-            scores[batch.dense[:, 0] == 7] = np.nan
-            return scores, epoch
+def _asking(batch: Request, scores: np.ndarray) -> np.ndarray:
+    raise ServerError(503, "the other server is overloaded")
 
-    batcher = Batcher(Broken(), BatchOptions())
-    requests = many(3)
+
+@pytest.mark.parametrize(("change", "words", "fail"), [
+    (lambda batch, scores: scores[1:], "one per sample", [True] * 3),
+    (_asking, "the other server is overloaded", [True] * 3),
+    (lambda batch, scores: np.where(batch.dense[:, 0] == 7, np.nan, scores),
+     "scores of epoch 1='inf or nan'", [False, True, False])],
+    ids=["too few scores", "a client of another server", "not finite"])
+def test_a_models_errors_are_those_of_its_requests(change: Any, words: str, fail: list[bool]
+                                                   ) -> None:
+    batcher, requests = Batcher(Changed(change), BatchOptions()), many(3)
     requests[1].dense[2, 0] = 7
     pending = submit(batcher, requests)
-    batcher.turn()
-    assert "scores of epoch 1='inf or nan'" in str(pending[1].error)
-    assert pending[0].result is not None and pending[2].result is not None
+    finish(batcher)
+    assert [words in str(p.error) for p in pending] == fail
+    assert [p.result is None for p in pending] == fail
+    assert not any(isinstance(p.error, ServerError) for p in pending)
 
 
 def test_signature_needs_different_names_and_rows() -> None:

@@ -14,10 +14,9 @@ from torch import nn
 
 import oper
 from oper.errors import DeadlineError, DesyncError, InvalidInputError, OperError, PeerLostError
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group.agreement import errors_of_all
+from oper.plan import Plan, uniform_plan
 from oper.shmem.group.desync import CollectivePhase, Verdict, out_of_step
-from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.group.status import Status
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
@@ -70,7 +69,6 @@ def test_a_move_to_different_plans_is_refused_and_the_old_plan_stays() -> None:
         with pytest.raises(InvalidInputError, match="placement of table 0"):
             tables.migrate(uniform_plan(TABLES, 2, "owned" if group.rank else "replicated"))
         assert tables.plan is SAME and tables.migration is None
-        tables.close()
 
     run_ranks(2, body)
 
@@ -179,22 +177,22 @@ def test_lookups_are_local_once_all_ranks_have_frozen_all_tables() -> None:
 
 
 def test_tables_follow_the_group_to_which_they_are_moved() -> None:
-    def body(group: ThreadGroup) -> None:
-        optimizers = {"first": SGD(lr=0.1), "second": SGD(lr=0.2)}
-        tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, group, optimizers)
+    tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, SingleGroup(),
+                           {"first": SGD(lr=0.1), "second": SGD(lr=0.2)})
+    _train(tables)
+    before = tables.read("first")
+    slow, fast = tables.param_groups
+    slow["tables"], fast["tables"] = [], ["first", "second"]
+    _train(tables)
+    assert torch.equal(tables.read("first")[:2], before[:2] - 0.2)
+    slow["tables"].append("second")
+    with pytest.raises(InvalidInputError, match=r"\['first', 'second'\], each in one group"):
         _train(tables)
-        before = tables.read("first")
-        slow, fast = tables.param_groups
-        slow["tables"], fast["tables"] = [], ["first", "second"]
+    fast["tables"].remove("second")
+    _train(tables)
+    slow["lr"] = 10**400
+    with pytest.raises(InvalidInputError, match=r"lr of tables \['second'\]"):
         _train(tables)
-        assert torch.equal(tables.read("first")[:2], before[:2] - 0.2)
-        slow["tables"].append("second")
-        with pytest.raises(InvalidInputError, match=r"\['first', 'second'\], each in one group"):
-            _train(tables)
-        fast["tables"].remove("second")
-        _train(tables)
-
-    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("spoiled, words", [
@@ -220,26 +218,6 @@ def test_invalid_groups_of_parameters_are_an_error_on_all_ranks(spoiled: Any, wo
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("lr", [None, 10**400, torch.ones(2)], ids=["none", "huge", "tensor"])
-def test_an_invalid_learning_rate_is_that_of_its_own_group(lr: Any) -> None:
-    def body(group: ThreadGroup) -> None:
-        optimizers = {"first": SGD(lr=0.1), "second": SGD(lr=0.2)}
-        tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, group, optimizers)
-        tables.param_groups[1]["lr"] = lr
-        with pytest.raises(InvalidInputError, match=r"lr of tables \['second'\]"):
-            _train(tables)
-
-    run_ranks(1, body)
-
-
-def test_entries_that_only_one_rank_lacks_are_named() -> None:
-    def body(group: ThreadGroup) -> list[str]:
-        return errors_of_all(group, [f"t{k}" for k in range(20 + group.rank)], [])
-
-    for (text,) in run_ranks(2, body):
-        assert "missing only on rank 0 or 1=([], ['t20'])" in text
-
-
 # ---- ranks that make different calls -------------------------------------------------------------
 
 DEADLINE_S = 2.0
@@ -257,17 +235,16 @@ class Model(nn.Module):
         self.items = nn.EmbeddingBag(40, 8, mode="sum")
 
 
-def _plan(world_size: int, mode: str) -> Plan:
-    ranks = tuple(range(world_size))
-    tables = [TableSpec("users", 60, 4, ("users",), "sum", optimizer="sgd"),
-              TableSpec("items", 40, 8, ("items",), "sum", optimizer="sgd")]
-    return Plan(world_size, tuple(
-        TablePlan(t, (Piece(0, t.dim, (Tier(0, t.num_rows, "striped", ranks, mode=mode),)),))
-        for t in tables))
+def _plan(world_size: int) -> Plan:
+    return uniform_plan([TableSpec("users", 60, 4, ("users",), "sum", optimizer="sgd"),
+                         TableSpec("items", 40, 8, ("items",), "sum", optimizer="sgd")],
+                        world_size, "striped")
 
 
 def _open(world_size: int, mode: str = "pull") -> Model:
-    model = oper.shard(Model(), plan=_plan(world_size, mode), optimizer=oper.SGD(lr=0.1))
+    plan = _plan(world_size)
+    model = oper.shard(Model(), plan=pushed(plan) if mode == "push" else plan,
+                       optimizer=oper.SGD(lr=0.1))
     for name in ("users", "items"):  # warm, and all together
         _step(model, name)
     return model
@@ -279,13 +256,13 @@ def _step(model: Model, name: str) -> None:
 
 def _outcome(call: Any) -> Found:
     """The error that `call` raises, and the seconds until it was raised."""
-    begin = time.monotonic()
+    begin, found = time.monotonic(), {"kind": "", "text": "", "rank": None}
     try:
         call()
     except OperError as error:
-        return {"kind": type(error).__name__, "text": str(error),
-                "rank": getattr(error, "rank", None), "time": time.monotonic() - begin}
-    return {"kind": "", "text": "", "rank": None, "time": time.monotonic() - begin}
+        found = {"kind": type(error).__name__, "text": str(error),
+                 "rank": getattr(error, "rank", None)}
+    return found | {"time": time.monotonic() - begin}
 
 
 def _when_all_know(found: Found) -> Found:
@@ -324,6 +301,7 @@ def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
         _step(model, "users")
         time.sleep(2.5 * DEADLINE_S)
     found = _outcome(go_on)
+    assert _outcome(go_on)["kind"], "a broken exchange stays broken"
     return found if alone else _when_all_know(found)
 
 
@@ -348,6 +326,7 @@ def test_a_rank_that_skips_a_step(worlds: str) -> None:
             is_pulled = mode == "pull" and len(set(labels)) == 1
             phase = "gradient exchange" if is_pulled else "forward lookup"
             _check(found, DeadlineError, 1, f"{phase} of collection 'items' (tables items)")
+            assert "OPER_DEADLINE_S=2" in found[0]["text"]
             if is_pulled:
                 assert found[0]["time"] < 2.4 * DEADLINE_S, "it waited for rank 1 to come back"
 
@@ -373,8 +352,10 @@ def _differ(rank: int, world_size: int, what: str) -> Found:
         elif what == "state" and rank == 1:
             model.state_dict()
             tables.barrier()
+        elif what == "closing" and rank == 1:
+            tables.close()
         elif what == "migration" and rank == 0:
-            tables.start_migration(Plan(world_size, (_plan(world_size, "pull").tables[0],)))
+            tables.start_migration(Plan(world_size, _plan(world_size).tables[:1]))
         else:
             _step(model, "users")
 
@@ -401,30 +382,15 @@ def test_a_rank_that_makes_another_call_is_named(
     assert deadline_s < 60 or all(one["time"] < 30 for one in found)
 
 
-def _close(rank: int, world_size: int) -> Found:
-    model = _open(world_size)
-    if rank == 1:
-        model.users.tables.close()
-    return _when_all_know(_outcome(lambda: None if rank == 1 else _step(model, "users")))
-
-
 @timed
 def test_a_rank_that_has_closed_its_tables_is_named() -> None:
-    waited, _ = run_world(2, _close, env={"OPER_DEADLINE_S": "60"})
+    waited, _ = run_world(2, _differ, "closing", env={"OPER_DEADLINE_S": "60"})
     assert waited["kind"] == PeerLostError.__name__ and waited["rank"] == 1
     assert "has closed its tables" in waited["text"]
     assert "gradient exchange of collection 'users'" in waited["text"] and waited["time"] < 30
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-
-
-def test_unpacked_verdicts_equal_the_packed_ones() -> None:
-    for verdict in (Verdict(2, 0, CollectivePhase(0, 0)),
-                    Verdict(12, 65535, CollectivePhase((1 << 24) - 1, 8))):
-        assert Verdict.unpack(verdict.pack()) == verdict
-        assert 0 < verdict.pack() < 1 << 63
-    assert Verdict.unpack(0) is None
 
 
 def test_the_rank_that_differs_from_most_is_named() -> None:

@@ -137,21 +137,6 @@ def test_kernel_variants_are_bitwise_equal() -> None:
             assert name != "generic"
 
 
-def test_a_bag_does_not_depend_on_its_batch() -> None:
-    """A bag's bits are the same in any batch, since pooling is in the order of the bag."""
-    case = rs.dlrm_case(max_length=40)
-    batch = rs.make_batch(case, 5, 33)
-    tables = rs.open_tables(case, rp.plans_for(case.tables, 1)["striped"], SingleGroup(), None)
-    out = tables.lookup(batch.lookup(case))
-    lengths = batch.lengths.reshape(len(case.keys), 33)
-    starts = (batch.lengths.cumsum(0) - batch.lengths).reshape(len(case.keys), 33)
-    for b in (0, 7, 32):
-        parts = [batch.ids[s:s + n] for s, n in zip(starts[:, b].tolist(), lengths[:, b].tolist(),
-                                                    strict=True)]
-        one = rs.Batch(lengths[:, b].contiguous(), torch.cat(parts), None, batch.target[:1])
-        rs.assert_bitwise(tables.lookup(one.lookup(case))[0], out[b], f"sample {b} alone")
-
-
 # ---- results too large for the caches are written past them --------------------------------------
 
 SPECS = [TableSpec("a", 50, 64, ("f",), "sum", optimizer="none"),

@@ -6,21 +6,18 @@ import pytest
 import torch
 
 from oper.plan import Plan, uniform_plan
-from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
-from tests.world_support import run_world
 
 STEPS = 20
 PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2", "rich1", "rich2")
 
 
-def check(case: rs.Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> rs.Result:
+def check(case: rs.Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> None:
     steps, fp32, fp64 = rs.references(case, plan.world_size, optimizer, num_steps)
     got = rs.train_virtual(case, plan, steps, rs.ALL_OPTIMIZERS[optimizer])
     rs.assert_exact(case, got, fp32, fp64)
-    return got
 
 
 # Plans of one world and one mode are bitwise equal: test_determinism.py.
@@ -77,20 +74,3 @@ def test_a_backward_pass_uses_its_own_batch() -> None:
     for name, w in weights.items():
         want = (w - lr.lr * w.grad).detach()
         assert torch.allclose(sharded.read(name), want, rtol=1e-5, atol=1e-5), name
-
-
-def _world_body(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: list[list[rs.Batch]],
-                optimizer: str) -> rs.Result:
-    return rs.train_rank(case, plan, steps, rs.ALL_OPTIMIZERS[optimizer], ProcessGroup())
-
-
-@pytest.mark.parametrize("world_size, plan, optimizer", [
-    (2, "mixed0", "lamb"), (4, "mixed1", "rowwise_adagrad")])
-def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: str) -> None:
-    case = rs.dlrm_case(optimizer)
-    chosen = rp.plans_for(case.tables, world_size)[plan]
-    steps, fp32, fp64 = rs.references(case, world_size, optimizer, STEPS)
-    got = rs.merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
-    rs.assert_exact(case, got, fp32, fp64)
-    rs.same_bits(got, rs.train_virtual(case, chosen, steps, rs.ALL_OPTIMIZERS[optimizer]),
-                 "processes and virtual ranks", replicas=True)

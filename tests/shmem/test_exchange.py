@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
-from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import EVERYTHING, evaluate, make_problem
@@ -22,6 +20,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 from tests import random_plans as rp, runtime_support as rs
 from tests.cuda.emulated import emulate, on_devices, small_case
+from tests.world_support import caught
 
 DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
 Planner = Callable[[rs.Case, int], Plan]
@@ -186,22 +185,6 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             torch.testing.assert_close(far_before, before, rtol=1e-5, atol=1e-6)
 
 
-def test_lookups_of_replicated_plans_are_not_collective() -> None:
-    """A lookup without gradients that needs no other domain does not wait for other ranks."""
-    case = rs.dlrm_case("sgd")
-    plan = uniform_plan(case.tables, 2, "replicated")
-
-    def body(group: ThreadGroup) -> torch.Tensor | None:
-        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
-        if group.rank == 1:
-            return None
-        with torch.no_grad():
-            return tables.lookup(rs.make_batch(case, 3, 5).lookup(case)).clone()
-
-    alone = rs.run_ranks(2, body, domains=(0, 1))[0]
-    rs.assert_bitwise(alone, rs.run_ranks(2, body)[0], "alone")
-
-
 def test_rows_are_sent_once_and_bytes_are_counted() -> None:
     """Two ranks, one table striped over both: bytes sent equal a calculation by hand."""
     dim, rows = 8, 100
@@ -272,96 +255,23 @@ def test_number_of_exchanges_is_that_of_the_cost_model(
     assert 2 * waits["update"] == num_backward
 
 
-@pytest.mark.parametrize("bits, error", [
-    (16, 2.0**-8), (8, 2.0**-6), ((8, 32), 2.0**-6), ((32, 8), 2.0**-6)], ids=str)
-def test_messages_are_rounded_only_on_request(bits: Any, error: float) -> None:
-    """Fewer bits mean fewer bytes; all ranks read the same rows, close to those of exact runs."""
-    case = rs.dlrm_case("sgd")
-    steps = rs.make_steps(case, 2, 3)
-
-    def train(bits: Any) -> tuple[torch.Tensor, int]:
-        plan = replace(rp.mixed_plan(case.tables, 2, 1), message_bits=bits)
-
-        def body(group: ThreadGroup) -> tuple[torch.Tensor, int]:
-            tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
-            for batches in steps:
-                batch = batches[group.rank]
-                rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-            sent = tables.sent_bytes()
-            return tables.read("large"), sum(map(sum, sent.values())) - sum(sent["headers"])
-
-        zero, one = rs.run_ranks(2, body, domains=(0, 1))
-        rs.assert_bitwise(zero[0], one[0], "rows")
-        return zero
-
-    (exact, all_bytes), (rounded, num_bytes) = train(32), train(bits)
-    gap = (rounded - exact).abs().max()
-    assert 0 < gap <= 3 * error * exact.abs().max()
-    assert num_bytes < 0.9 * all_bytes
-
-
 @on_both("domains", [(0, 0, 1, 1)], [(0, 0, 1, 1)])
 def test_an_id_out_of_range_releases_the_other_ranks(back_end: BackEnd, domains: tuple[int, ...]
                                                      ) -> None:
     case = back_end.case("sgd")
     plan = uniform_plan(case.tables, 4, "striped")
 
-    def body(group: ThreadGroup) -> OperError | None:
+    def body(group: ThreadGroup) -> str:
         tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
         batch = rs.make_batch(case, group.rank, 8)
         if group.rank == 2:
             batch.ids[batch.lengths.reshape(len(case.keys), -1)[:3].sum()] = 10**9
-        try:
+        with caught() as errors:
             tables.lookup(batch.lookup(case)).sum().backward()
-        except OperError as error:
-            return error
-        return None
+        return errors[0]
 
     with back_end.active():
         found = rs.run_ranks(4, body, domains=domains)
-    assert isinstance(found[2], InvalidInputError) and "1000000000" in str(found[2])
+    assert found[2].startswith("InvalidInputError") and "1000000000" in found[2]
     for rank in (0, 1, 3):
-        assert isinstance(found[rank], PeerLostError) and "rank=2," in str(found[rank])
-
-
-def test_errors_of_ranks_in_different_phases_name_the_phase() -> None:
-    case = rs.dlrm_case("sgd")
-    plan = uniform_plan(case.tables, 2, "striped")
-    batch = rs.make_batch(case, 1, 8)
-
-    def body(group: ThreadGroup) -> str:
-        tables = rs.open_tables(case, plan, group, SGD(lr=0.5))
-        out = tables.lookup(batch.lookup(case))
-        with pytest.raises(OperError) as caught:
-            if group.rank == 0:
-                out.sum().backward()
-            else:
-                tables.lookup(batch.lookup(case))
-        with pytest.raises(OperError):  # and they stay unusable
-            tables.lookup(batch.lookup(case))
-        return str(caught.value)
-
-    zero, one = rs.run_ranks(2, body, domains=(0, 1))
-    for message in (zero, one):
-        assert "rank=1," in message and "the gradient exchange of tables one, tiny" in message
-    assert "this rank is not" in one
-
-
-def test_buffers_stop_growing_as_batches_change() -> None:
-    """After the largest batch no buffer grows: the process maps no more memory."""
-    table = TableSpec("t", 50_000, 64, ("f",), "sum", optimizer="rowwise_adagrad")
-    case = rs.Case((table,), ("f",), base_batch=4000)
-    plan = uniform_plan([table], 2, "striped")
-
-    def body(group: ThreadGroup) -> list[int]:
-        tables = rs.open_tables(case, plan, group, RowWiseAdagrad())
-        sizes = []
-        for step in range(12):
-            batch = rs.make_batch(case, 10 * step + group.rank, 4000 if step < 4 else 3500)
-            rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-            with open("/proc/self/statm", encoding="ascii") as file:
-                sizes.append(int(file.read().split()[0]))
-        return sizes
-
-    sizes = np.array(rs.run_ranks(2, body, domains=(0, 1)))
-    assert (sizes[:, -1] - sizes[:, 5]).max() * 4096 < 4 << 20
+        assert found[rank].startswith("PeerLostError") and "rank=2," in found[rank]

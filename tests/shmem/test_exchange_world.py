@@ -1,16 +1,16 @@
-"""Processes that are treated as if on several hosts: the same results; connections that end."""
+"""Processes on one host, and processes that are treated as if on several: the same results as
+virtual ranks; connections that end."""
 
 import gc
 import os
 import signal
 import threading
 import time
-import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,181 +18,98 @@ from torch import nn
 
 import oper
 from oper.errors import OperError, PeerLostError
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.rows.traffic import SENT
-from oper.search.replay.wire import WireReplay
+from oper.plan import Plan, uniform_plan
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
-from tests.shmem.test_traffic import as_bags
 from tests.world_support import child_of, fork, run_world, world
 
-CASE = rs.dlrm_case()
 
-
-def _train(rank: int, world_size: int, case: rs.Case, plan: Plan,
-           steps: list[list[rs.Batch]]) -> tuple[list[int], rs.Result]:
-    group = ProcessGroup()
-    found = find_domains(group)
-    return found, rs.train_rank(case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], group)
-
-
-@pytest.mark.parametrize("labels, domains", [
-    ("ab", [0, 1]), ("aabb", [0, 0, 1, 1]), ("abbb", [0, 1, 1, 1]), ("abcd", [0, 1, 2, 3])])
-def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
-    steps = rs.make_steps(CASE, len(labels), 6)
-    plan = rp.rich_plan(CASE.tables, len(labels), 1, columns=True)
-    ranks = run_world(len(labels), _train, CASE, plan, steps, labels=labels)
-    assert all(found == domains for found, _ in ranks)
-    rs.same_bits(rs.merge_ranks([result for _, result in ranks]),
-                 rs.train_virtual(CASE, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"]),
-                 replicas=True)
-
-
-def _exchanged(rank: int, world_size: int) -> list[list[int]]:
-    """The bytes received from each sender; s receives 3 r + s bytes of value 16 r + s from r."""
-    transport = transport_of(ProcessGroup())
-    there = [0 if (rank, s) == (2, 0) else 3 * rank + s for s in range(world_size)]
-    back = [0 if (r, rank) == (2, 0) else 3 * r + rank for r in range(world_size)]
-    send = torch.cat([torch.full((n,), 16 * rank + s, dtype=torch.uint8)
-                      for s, n in enumerate(there)])
-    recv = torch.zeros(sum(back), dtype=torch.uint8)
-    for _ in range(2):
-        transport.exchange(send, there, recv, back)
-    return [part.tolist() for part in recv.split(back)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_segment_arrives(world_size: int) -> None:
-    for rank, found in enumerate(run_world(world_size, _exchanged)):
-        assert found == [[16 * r + rank] * (0 if (r, rank) == (2, 0) else 3 * r + rank)
-                         for r in range(world_size)]
-
-
-def _train_and_move(rank: int, world_size: int, plans: tuple[Plan, Plan],
-                    steps: list[list[rs.Batch]]) -> tuple[int, rs.Result]:
-    switched: list[int] = []
+def _train(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: list[list[rs.Batch]],
+           optimizer: str, then: Plan | None) -> tuple[list[int], int, rs.Result]:
+    """Train, and move to the plan `then` from step 1 on; returns the domains of all ranks, the step
+    after which this rank has moved, and the result."""
+    torch.manual_seed(5)  # of rounded messages
+    group, switched = ProcessGroup(), []
 
     def between(tables: ShardedTables, step: int) -> None:
-        if step == 1:
-            tables.start_migration(plans[1], 3_000_000)
-        elif step > 1 and tables.migration is None:
+        if step == 1 and then is not None:
+            tables.start_migration(then, 3_000_000)
+        elif tables.migration is None:
             switched.append(step)
 
-    result = rs.train_rank(CASE, plans[0], steps, rs.OPTIMIZERS["rowwise_adagrad"], ProcessGroup(),
-                           between)
-    return switched[0], result
+    result = rs.train_rank(case, plan, steps, rs.ALL_OPTIMIZERS[optimizer], group, between)
+    return find_domains(group), switched[1], result
 
 
-@pytest.mark.parametrize("labels", ["ab", "aab"])
-def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
-    """Rows and optimizer states move to another plan over gloo while the tables are trained."""
-    steps = rs.make_steps(CASE, len(labels), 8)
-    plans = rp.mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
-    ranks = run_world(len(labels), _train_and_move, plans, steps, labels=labels)
-    assert len({step for step, _ in ranks}) == 1 and 2 < ranks[0][0] < 8, ranks[0][0]
-    rs.same_bits(rs.merge_ranks([result for _, result in ranks]),
-                 rs.train_virtual(CASE, plans[0], steps, rs.OPTIMIZERS["rowwise_adagrad"]))
-
-
-# Rows of one width, pulled and pushed: then the bytes of messages shrink by one factor.
-WIDE = rs.Case(tuple(TableSpec(n, r, 64, (f"f_{n}",), p, optimizer="rowwise_adagrad")
-                     for n, r, p in (("pulled", 900, "sum"), ("pushed", 300, "mean"))),
-               ("f_pushed", "f_pulled"))
-
-
-def _train_and_count(rank: int, world_size: int, plan: Plan,
-                     steps: list[list[rs.Batch]]) -> tuple[dict[str, list[int]], list[float], Any]:
-    """Train; returns bytes by kind and receiver, the losses, and all rows at the end."""
+def check(labels: str, plan: Callable[[rs.Case], Plan], optimizer: str = "rowwise_adagrad",
+          num_steps: int = 6, then: Callable[[rs.Case], Plan] = lambda case: None) -> int:
+    """Check that processes give bitwise the results of virtual ranks, which stay at their plan;
+    returns the step after which all processes have moved to the plan `then`."""
+    case = rs.dlrm_case(optimizer)
+    steps, chosen = rs.make_steps(case, len(labels), num_steps), plan(case)
+    domains = [sorted(set(labels)).index(label) for label in labels]
+    found, switched, results = zip(*run_world(len(labels), _train, case, chosen, steps, optimizer,
+                                              then(case), labels=labels), strict=True)
+    assert all(one == domains for one in found) and len(set(switched)) == 1
     torch.manual_seed(5)
-    tables = rs.open_tables(WIDE, plan, ProcessGroup(), rs.OPTIMIZERS["rowwise_adagrad"])
-    tables.sent_bytes(reset=True)
-    losses = []
-    for batches in steps:
-        batch = batches[rank]
-        loss = rs.rank_loss(tables.lookup(batch.lookup(WIDE)), batch.target)
-        loss.backward()
-        losses.append(float(loss))
-    sent = tables.sent_bytes()
-    rows = {t.name: tables.read(t.name).numpy() for t in WIDE.tables}
-    tables.barrier()
-    tables.close()
-    return sent, losses, rows
+    # Several domains give the bits of one, except by rounded messages.
+    rounds = chosen.message_bits.to_json() != [32, 32]
+    rs.same_bits(rs.merge_ranks(list(results)), rs.train_virtual(
+        case, chosen, steps, rs.ALL_OPTIMIZERS[optimizer], domains=domains if rounds else None),
+        replicas=then(case) is None)
+    return switched[0]
 
 
-@pytest.mark.parametrize("labels", ["ab", "aabb"])
-def test_bytes_between_hosts_follow_message_bits(labels: str) -> None:
-    """Bytes equal counts and replay; losses are close to exact ones; a second run is equal."""
-    size = len(labels)
-    steps = rs.make_steps(WIDE, size, 5)
-    tiers = {"pulled": "pull", "pushed": "push"}
-    plan = Plan(size, tuple(TablePlan(t, (Piece(0, 64, (
-        Tier(0, 20, "replicated", tuple(range(size))),
-        Tier(20, t.num_rows, "striped", tuple(range(size)), mode=tiers[t.name]))),))
-        for t in WIDE.tables))
-    exact, eight, again, mixed = (
-        run_world(size, _train_and_count, replace(plan, message_bits=bits), steps, labels=labels)
-        for bits in (32, 8, 8, (16, 8)))
-    domains = [labels.index(x) for x in labels]
-    for bits, found in ((32, exact), (8, eight), ((16, 8), mixed)):
-        replay = WireReplay(replace(plan, message_bits=bits), domains, training=True)
-        total = sum(replay.step([as_bags(WIDE, b) for b in batches]) for batches in steps)
-        for k, kind in enumerate(SENT):
-            assert np.array_equal(total[k], [sent[kind] for sent, _, _ in found]), kind
-    for (a, losses, _), (b, near, rows), (_, same, same_rows) in zip(exact, eight, again,
-                                                                     strict=True):
-        for kind in ("rows", "partial_sums", "bag_gradients"):
-            assert sum(a[kind]) * 72 == sum(b[kind]) * 256 > 0, kind
-        num_rows, rest = divmod(sum(a["gradient_rows"]) - sum(b["gradient_rows"]), 256 - 72)
-        assert rest == 0 and 256 < sum(a["gradient_rows"]) / num_rows < 260  # and slots
-        for kind in ("headers", "row_ids", "ids", "refreshed_rows"):
-            assert a[kind] == b[kind], kind
-        assert near == pytest.approx(losses, rel=0.01)
-        assert near == same
-        assert all(np.array_equal(rows[n].view(np.int32), same_rows[n].view(np.int32))
-                   for n in rows)
+def rich(world_size: int, bits: int = 32) -> Callable[[rs.Case], Plan]:
+    return lambda case: replace(rp.rich_plan(case.tables, world_size, 1, columns=True),
+                                message_bits=bits)
 
 
-def _shard(rank: int, world_size: int, message_bits: Any, **given: Any) -> tuple[Any, str]:
-    """Shard on two hosts with `message_bits` by rank; returns the plan's bits, or the error."""
-    bag = torch.nn.EmbeddingBag(500, 16, mode="sum")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no statistics
-            sharded = oper.shard(bag, optimizer=oper.SGD(lr=0.1), message_bits=message_bits[rank],
-                                 **given)
-    except oper.InvalidInputError as error:
-        return [], str(error)
-    sharded(torch.arange(12).reshape(3, 4)).sum().backward()
-    tables = sharded.tables
-    tables.barrier()
-    return tables.plan.message_bits.to_json(), ""
+@pytest.mark.parametrize("labels, plan, optimizer", [
+    ("aa", lambda case: rp.mixed_plan(case.tables, 2, 0), "lamb"),
+    ("aaaa", lambda case: rp.mixed_plan(case.tables, 4, 1), "rowwise_adagrad"),
+    ("ab", rich(2), "rowwise_adagrad"), ("aabb", rich(4, bits=8), "rowwise_adagrad"),
+    ("abbb", rich(4), "rowwise_adagrad"), ("abcd", rich(4), "rowwise_adagrad")],
+    ids=lambda x: x if isinstance(x, str) else "")
+def test_processes_equal_virtual_ranks(labels: str, plan: Callable[[rs.Case], Plan],
+                                       optimizer: str) -> None:
+    check(labels, plan, optimizer)
 
 
-def _shard_within(rank: int, world_size: int) -> list[Any]:
-    """The bits of a plan that is made under a generous budget, and of a given plan."""
-    given = Plan(2, (TablePlan(TableSpec("weight", 500, 16, ("weight",), "sum", optimizer="sgd"), (
-        Piece(0, 16, (Tier(0, 500, "striped", (0, 1)),)),)),), message_bits=16)
-    return [_shard(rank, world_size, [None, None], message_variance=1.0, plan=plan)
-            for plan in (None, given)]
+def test_a_move_between_hosts_changes_no_bit() -> None:
+    """Rows and optimizer states move within a host and between hosts while tables are trained."""
+    assert 2 < check("aab", lambda case: rp.mixed_plan(case.tables, 3, 0), num_steps=8,
+                     then=lambda case: uniform_plan(case.tables, 3)) < 8
 
 
-def test_shard_chooses_bits_within_a_budget() -> None:
-    chosen, kept = zip(*run_world(2, _shard_within, labels="ab"), strict=True)
-    assert chosen == (({"weight": [32, 4]}, ""),) * 2  # all rows are replicated
-    assert kept == (([16, 16], ""),) * 2
+def _bits(message_bits: Any, **given: Any) -> Any:
+    """Shard and train with `message_bits`; returns those of the plan."""
+    model = oper.shard(nn.EmbeddingBag(500, 16, mode="sum"), optimizer=oper.SGD(lr=0.1),
+                       message_bits=message_bits, **given)
+    model(torch.arange(12).reshape(3, 4)).sum().backward()
+    model.tables.barrier()
+    return model.tables.plan.message_bits.to_json()
 
 
-def test_shard_refuses_message_bits_that_differ_between_ranks() -> None:
-    assert run_world(2, _shard, [8, 8], labels="ab") == [([8, 8], "")] * 2
-    assert run_world(2, _shard, [(16, 8), (16, 8)], labels="ab") == [([16, 8], "")] * 2
-    assert run_world(2, _shard, [None, None], labels="ab") == [([32, 32], "")] * 2
-    refused = run_world(2, _shard, [8, (8, 16)], labels="ab")
-    for (_, message), mine in zip(refused, ("8, 8", "8, 16"), strict=True):
-        assert f"message_bits on this rank=[{mine}]" in message
+def _shard(rank: int, world_size: int) -> list[Any]:
+    given = replace(uniform_plan([TableSpec("weight", 500, 16, ("weight",), "sum",
+                                            optimizer="sgd")], 2, "striped"), message_bits=16)
+    found = [_bits(8), _bits((16, 8)), _bits(None), _bits(None, message_variance=1.0),
+             _bits(None, message_variance=1.0, plan=given)]
+    with pytest.raises(oper.InvalidInputError,
+                       match=rf"message_bits on this rank=\[{'8, 16' if rank else '8, 8'}\]"):
+        _bits((8, 16) if rank else 8)
+    return found
+
+
+def test_shard_chooses_message_bits() -> None:
+    """As given, or within a budget, if no plan is given; ranks must agree on them."""
+    assert run_world(2, _shard, labels="ab") == [
+        [[8, 8], [16, 8], [32, 32], {"weight": [32, 4]}, [16, 16]]] * 2  # all rows are replicated
 
 
 # ---- connections close with their tables or their process group, not before ----------------------
@@ -222,33 +139,19 @@ def _train_bag(model: Any) -> None:
 
 
 def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
-    group = None
-    if how == "subgroup":
-        group = dist.new_group(list(range(world_size)))
-    dist.barrier(group)
+    """Shard and train three times; the tables end with a call of close, or unreferenced."""
+    dist.barrier()
     found = [_held()]
-    kept = []  # tables that outlive their group
     for _ in range(3):
-        if how == "subgroup":
-            group = dist.new_group(list(range(world_size)))
-        model = _sharded(group)
+        model = _sharded()
         _train_bag(model)
         dist.barrier()
         if how == "close":
             model.tables.close()
-        elif how == "subgroup":
-            dist.destroy_process_group(group)
-            kept.append(model)
         del model
         gc.collect()
         dist.barrier()
-        if how != "subgroup":
-            found.append(_held())
-    if how == "subgroup":  # the next transport closes those of groups that are gone
-        transport_of(ProcessGroup())
-        with pytest.raises(OperError, match="connections='closed'"):
-            _train_bag(kept[0])
-    found.append(_held())
+        found.append(_held())
     return found
 
 
@@ -259,11 +162,25 @@ def test_closed_tables_leave_no_connection(how: str) -> None:
         assert all(b <= a for a, b in pairwise(found)) and found[0][1] == 0, found
 
 
+def _subgroups_end(rank: int, world_size: int) -> int:
+    """Monitor threads that are left when three subgroups have ended before their tables."""
+    kept = []
+    for _ in range(3):
+        group = dist.new_group(list(range(world_size)))
+        kept.append(_sharded(group))
+        _train_bag(kept[-1])
+        dist.barrier()
+        dist.destroy_process_group(group)
+        dist.barrier()
+    transport_of(ProcessGroup())  # the next transport closes those of groups that are gone
+    with pytest.raises(OperError, match="connections='closed'"):
+        _train_bag(kept[0])
+    return _held()[1]
+
+
 def test_a_destroyed_subgroup_leaves_no_connection() -> None:
-    """Connections close even if tables are still open."""
-    for before, after in run_world(2, _ends, "subgroup", labels="ab"):
-        # Left: the transport of the whole group, which has two connections to its peer.
-        assert after[1] == 1, (before, after)
+    """Connections close even if tables are still open. Left: the transport of the whole group."""
+    assert run_world(2, _subgroups_end, labels="ab") == [1, 1]
 
 
 def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:

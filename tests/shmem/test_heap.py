@@ -57,22 +57,6 @@ def test_segments_are_sealed() -> None:
         os.close(fd)
 
 
-def test_arenas_are_seen_by_all_and_start_as_zeros() -> None:
-    def body(group) -> list[int]:
-        heap = HostHeap(group, [4096] * 3)
-        mine = torch.ops.oper.segment_bytes(heap.addresses[group.rank], 4096)
-        assert not mine.any()
-        group.all_gather(None)
-        mine.fill_(group.rank + 1)
-        group.all_gather(None)
-        sums = [torch.ops.oper.segment_bytes(a, 4096).sum().item() for a in heap.addresses]
-        group.all_gather(None)
-        heap.close()
-        return sums
-
-    assert rs.run_ranks(3, body) == [[4096, 8192, 12288]] * 3
-
-
 def test_unreferenced_tables_release_their_memory() -> None:
     """Unreferenced models release their memory, as a hyperparameter search needs."""
     gc.collect()
@@ -215,18 +199,9 @@ def plan(dtype: str) -> Plan:
     return Plan(4, (TablePlan(spec, (Piece(0, 16, tiers),)),), objective="inference")
 
 
-def test_a_single_domain_has_one_copy_of_every_row() -> None:
-    (tier,) = one_copy_per_domain(plan("float32"), [0, 0, 0, 0]).tables[0].tiers
-    assert tier == Tier(0, 50, "striped", (0, 1, 2, 3))
-
-
-def test_every_domain_has_a_replica() -> None:
-    hot, cold = one_copy_per_domain(plan("float32"), [0, 0, 1, 1]).tables[0].tiers
-    assert (hot.placement, hot.ranks, hot.stop) == ("replicated", (0, 2), 10)
-    assert cold == Tier(10, 50, "striped", (0, 1, 2, 3))
-    # A replica of one domain only is no replica.
-    spec = TableSpec("t", 10, 4)
-    owned = Plan(2, (TablePlan(spec, (Piece(0, 4, (Tier(0, 10, "replicated", (1,)),)),)),))
+def test_a_replica_of_one_domain_only_is_no_replica() -> None:
+    owned = Plan(2, (TablePlan(TableSpec("t", 10, 4), (
+        Piece(0, 4, (Tier(0, 10, "replicated", (1,)),)),)),))
     (tier,) = one_copy_per_domain(owned, [0, 1]).tables[0].tiers
     assert (tier.placement, tier.ranks) == ("striped", (1,))
 

@@ -14,10 +14,7 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support as rs
-from tests.replica_groups_support import (
-    open_in_group,
-    run_in_groups,
-)
+from tests.replica_groups_support import open_in_group, run_in_groups
 
 # ---- a group that has skipped the updates after which synchronizations were due ------------------
 # In a model of two collections, the other groups wait for it in the order in which they update the
@@ -45,11 +42,7 @@ def opened(every: int, delay: int, bits: int,
                 for spec, plan in zip(SPECS, ONE_RANK, strict=True)]
         both[0].family.update(both)
         both[1].family = both[0].family
-        try:
-            return body(both, groups.whole.rank)
-        finally:
-            for tables in both:
-                tables.close()
+        return body(both, groups.whole.rank)
 
     return run_in_groups(on_rank, 1, every, delay=delay, bits=bits)
 

@@ -64,10 +64,6 @@ def test_one_node_if_the_system_reports_none(host: Host, nodes: dict[int, tuple[
     assert find_nodes() == [Node(0, tuple(range(os.cpu_count() or 1)))]
 
 
-def test_this_machine() -> None:
-    assert sum(len(n.processors) for n in find_nodes()) >= len(os.sched_getaffinity(0))
-
-
 def test_binding() -> None:
     """Binds to an existing node, and to a node beyond the first word of the kernel's mask."""
     area = mmap.mmap(-1, 1 << 16)

@@ -255,6 +255,13 @@ def test_a_refused_batch_releases_the_others_in_all_tables_of_the_model(
 SMALL = TableSpec("t", 1024, 16, ("f",), "sum", optimizer="sgd")  # 64 KiB
 
 
+def _small(*tiers: Tier) -> ShardedTables:
+    """Open `SMALL` with these tiers on one rank."""
+    tiers = tiers or (Tier(0, 1024, "owned", (0,)),)
+    return ShardedTables(Plan(1, (TablePlan(SMALL, (Piece(0, 16, tiers),)),)), [("f", "t")],
+                         SingleGroup(), SGD(lr=1.0))
+
+
 def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
@@ -311,9 +318,9 @@ def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPat
 def test_a_smaller_outbox_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slightly smaller outbox is too small for a batch of all rows, which raises an error."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
-    tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    tables = _small()
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(tables._layout.outbox_bytes - 4096 - 256))
-    less = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    less = _small()
     tables.lookup(_whole_tables([SMALL], 1)).sum().backward()
     with pytest.raises(OperError, match=r"OPER_OUTBOX_BYTES=.*raise OPER_OUTBOX_BYTES"):
         less.lookup(_whole_tables([SMALL], 1)).sum().backward()
@@ -322,16 +329,14 @@ def test_a_smaller_outbox_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_table_reserves_little() -> None:
     before = _address_space()
-    tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    tables = _small()
     assert _address_space() - before < 16 << 20
     assert tables._layout.outbox_bytes == 2 << 20
 
 
 def test_a_single_rank_sends_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
-    tier = Tier(0, 1024, "owned", (0,), mode="push")
-    plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, (tier,)),)),))
-    tables = ShardedTables(plan, [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    tables = _small(Tier(0, 1024, "owned", (0,), mode="push"))
     assert tables._layout.outbox_bytes < 256 << 10
     tables.lookup(_whole_tables([SMALL], 300)).sum().backward()
     assert (tables.read("t") == -300).all()
@@ -340,15 +345,14 @@ def test_a_single_rank_sends_no_requests(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pushed_tier_reserves_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """For pushed tiers the setting decides, since requests grow with the batch."""
     tiers = (Tier(0, 10, "owned", (0,)), Tier(10, 1024, "owned", (0,), mode="push"))
-    plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, tiers),)),))
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(64 << 20))
-    tables = ShardedTables(plan, [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    tables = _small(*tiers)
     assert needed_bytes(tables.directories) is None
     assert tables._layout.outbox_bytes == 64 << 20
     tables.lookup(_whole_tables([SMALL], 300)).sum().backward()
     assert (tables.read("t") == -300).all()
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
-    small = ShardedTables(plan, [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    small = _small(*tiers)
     with pytest.raises(OperError, match="OPER_OUTBOX_BYTES=1048576"):
         small.lookup(_whole_tables([SMALL], 300)).sum().backward()
 
@@ -375,12 +379,6 @@ def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victi
         tables.barrier()
         assert (tables.read(spec.name, 0, 1024) == -1).all()
     return errors
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_small_table_fits_into_little_address_space(world_size: int) -> None:
-    found = run_world(world_size, _under_a_limit, 256 << 20, SMALL, None, "")
-    assert found == [[]] * world_size
 
 
 _NAMED = ("RLIMIT_AS=", "`ulimit -v`", "OPER_OUTBOX_BYTES", "bytes=")

@@ -34,11 +34,6 @@ from tests.support import pushed
 # ---- rows of neighbours, read once per batch -----------------------------------------------------
 
 
-def always(tables: ShardedTables, step: int) -> None:
-    if step == 0:
-        choose_pull(tables, True)
-
-
 @pytest.mark.parametrize("world_size, weighted", [(1, False), (2, False), (2, True), (4, True)])
 def test_the_same_bits(world_size: int, weighted: bool) -> None:
     case = replace(rs.dlrm_case("rowwise_adagrad"), weighted=weighted,
@@ -47,11 +42,13 @@ def test_the_same_bits(world_size: int, weighted: bool) -> None:
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
     for name, plan in all_plans(case, world_size).items():
         direct = rs.train_virtual(case, plan, steps, chosen)
-        rs.same_bits(rs.train_virtual(case, plan, steps, chosen, between=always), direct, name)
+        once = rs.train_virtual(case, plan, steps, chosen, between=lambda tables, step: (
+            choose_pull(tables, True) if step == 0 else None))
+        rs.same_bits(once, direct, name)
 
 
 def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
-    """Look up 16-bit rows, with a batch that one rank has resolved in advance."""
+    """Look up 16-bit rows of a batch, also resolved in advance."""
     kind = "sum" if pooled else "none"
     tables = (TableSpec("t", 900, 16, ("f", "g"), kind, "bfloat16", optimizer="sgd"),
               TableSpec("u", 70, 16, ("h",), kind, optimizer="sgd"))
@@ -61,10 +58,9 @@ def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Tra
     choose_pull(opened, choice)
     batch = replace(batches[group.rank].lookup(case), pooled=pooled)
     with torch.no_grad():
-        out = opened.lookup(opened.resolve(batch) if group.rank else batch).clone()
+        out = opened.lookup(batch).clone()
+        assert torch.equal(opened.lookup(opened.resolve(batch)), out)
     found = opened.traffic()
-    opened.barrier()
-    opened.close()
     return out, found
 
 
@@ -91,16 +87,11 @@ def measured(group: Any, costs: PullCosts) -> list[Duplication]:
     tables = (TableSpec("hot", 4000, 32, ("a",), "sum", optimizer="sgd"),
               TableSpec("cold", 4000, 32, ("b",), "sum", optimizer="sgd"))
     case = rs.Case(tables, ("a", "b"))
-    (batches,) = rs.make_steps(case, 2, 1)
     ids = torch.cat([torch.arange(2000) % 20, torch.arange(2000)])
-    lengths = torch.full((400,), 10, dtype=batches[0].lengths.dtype)
     opened = rs.open_tables(case, uniform_plan(tables, 2, "striped"), group, None)
     choose_pull(opened, costs)
-    batch = replace(batches[0].lookup(case), ids=ids, lengths=lengths, batch_size=200)
-    opened.forward(batch)
+    opened.forward(Lookup(ids, torch.full((400,), 10), case.key_of, 200))
     found = duplication(opened)
-    opened.barrier()
-    opened.close()
     return found
 
 
@@ -134,8 +125,6 @@ def test_an_invalid_id_and_another_plan() -> None:
         with torch.no_grad():
             tables.lookup(batch)
         found = duplication(tables)
-        tables.barrier()
-        tables.close()
         return found
 
     assert all(d.is_deduplicated for d in rs.run_ranks(2, body)[0])
@@ -153,8 +142,6 @@ def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
     with torch.no_grad():
         tables.lookup(batches[group.rank].lookup(case))
     found = duplication(tables)
-    tables.barrier()
-    tables.close()
     return costs, found
 
 
@@ -185,8 +172,6 @@ def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.Monk
         chosen, read = tables.pull, int(tables.traffic().counts.sum())
         tables.forward(batches[0].lookup(case), collective=True)
         found = duplication(tables)
-        tables.barrier()
-        tables.close()
         return chosen, found, read
 
     for chosen, found, _ in rs.run_ranks(2, lambda g: body(g, (1, 1))):
@@ -249,24 +234,19 @@ def test_a_batch_resolved_before_a_move_is_resolved_again() -> None:
         rs.assert_bitwise(tables.read(t.name), other.read(t.name), t.name)
 
 
-def test_sequences() -> None:
-    case = replace(rs.dlrm_case(), tables=(rs.dlrm_case().table("large"),), keys=("f5",))
-    tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
-    batch = rs.make_batch(case, 2, 50)
-    lookup = replace(batch.lookup(case), pooled=False)
-    with torch.no_grad():
-        assert torch.equal(tables.lookup(tables.resolve(lookup)), tables.lookup(lookup))
-
-
 @pytest.mark.parametrize("size", [0, 9])
 def test_batches_without_ids(size: int) -> None:
     case = rs.dlrm_case()
     tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     empty = Lookup(torch.zeros(0, dtype=torch.int64),
                    torch.zeros(size * len(case.keys), dtype=torch.int64), case.key_of, size)
-    out = tables.lookup(tables.resolve(empty))
-    assert out.shape == (size, case.columns) and not out.any()
-    out.sum().backward()
+    for batch in (empty, tables.resolve(empty)):
+        out = tables.lookup(batch)
+        assert out.shape == (size, case.columns) and not out.any()
+        out.sum().backward()
+        with torch.no_grad():
+            assert torch.equal(tables.lookup(batch), out)
+    rs.assert_bitwise(rs.read_all(tables), rs.initial_weights(case), "rows")
 
 
 def test_a_bad_batch_is_refused_by_its_lookup() -> None:

@@ -118,7 +118,6 @@ def test_values_of_codes_and_unpooled_rows() -> None:
         assert torch.equal(out, numbers[ids])
         with pytest.raises(InvalidInputError, match="id=40"):
             tables.lookup(Lookup(torch.tensor([40]), torch.tensor([1]), KEY, 1))
-        tables.close()
 
 
 def test_tables_and_values_that_cannot_be_quantised_are_refused() -> None:
@@ -139,7 +138,6 @@ def test_tables_and_values_that_cannot_be_quantised_are_refused() -> None:
     tables = our_tables("int8", 4, 8)
     with pytest.raises(InvalidInputError, match="cannot store rows"):
         tables.write("t", torch.zeros(4, 9, dtype=torch.uint8))
-    tables.close()
 
 
 # ---- types by hotness: places, sums, bits, changes -----------------------------------------------

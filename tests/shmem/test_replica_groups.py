@@ -1,5 +1,6 @@
 """Replica groups on virtual ranks, compared with runs that simulate the groups in plain torch."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,16 +33,20 @@ from tests.replica_groups_support import (
     train,
     trained,
 )
+from tests.world_support import caught
 
 
+# Two groups of two ranks, or three of one.
 @pytest.mark.parametrize(("plan", "optimizer", "domains"), [
-    *((plan, optimizer, None) for plan in PLANS for optimizer in ("sgd", "rowwise_adagrad")),
+    *itertools.product(PLANS, ("sgd", "rowwise_adagrad"), [None]),
     *((plan, "rowwise_adagrad", (0, 1)) for plan in ("mixed", "rich")), ("rich", "adam", None)])
 def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: str,
                                                          domains: Sequence[int] | None) -> None:
     case = rs.dlrm_case(optimizer)
-    steps, fp32, fp64 = rs.references(case, 4, optimizer, 4)
-    got = trained(case, PLANS[plan](case), steps, rs.ALL_OPTIMIZERS[optimizer], 1, domains=domains)
+    chosen, count = PLANS[plan](case), 3 if plan == "alone" else 2
+    steps, fp32, fp64 = rs.references(case, count * chosen.world_size, optimizer, 4)
+    got = trained(case, chosen, steps, rs.ALL_OPTIMIZERS[optimizer], 1, count=count,
+                  domains=domains)
     rs.assert_exact(case, got, fp32, fp64)
 
 
@@ -49,15 +54,16 @@ def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: s
     ("mixed", "sgd", None, 0), ("mixed", "rowwise_adagrad", (0, 1), 0), ("rich", "sgd", (0, 1), 0),
     ("rich", "rowwise_adagrad", None, 0), ("rich", "adam", None, 0),
     ("mixed", "rowwise_adagrad", (0, 1), 1), ("rich", "sgd", (0, 1), 3), ("rich", "adam", None, 2),
-    ("striped", "rowwise_adagrad", None, 3)])
+    ("striped", "rowwise_adagrad", None, 3), ("alone", "sgd", None, 0)])
 def test_rows_are_averaged(plan: str, optimizer: str, domains: Sequence[int] | None, delay: int,
                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
     case = rs.dlrm_case(optimizer)
-    steps = rs.make_steps(case, 4, 8 if delay else 5)
-    chosen = rs.ALL_OPTIMIZERS[optimizer]
-    got = trained(case, PLANS[plan](case), steps, chosen, 3, domains=domains, delay=delay)
-    want = simulated(case, steps, chosen, 3, 2, delay)
+    chosen, count = PLANS[plan](case), 3 if plan == "alone" else 2
+    steps = rs.make_steps(case, count * chosen.world_size, 8 if delay else 5)
+    rule = rs.ALL_OPTIMIZERS[optimizer]
+    got = trained(case, chosen, steps, rule, 3, count=count, domains=domains, delay=delay)
+    want = simulated(case, steps, rule, 3, count, delay)
     rs.assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
 
 
@@ -136,29 +142,15 @@ def test_no_update_after_a_failed_synchronization_succeeds(
     def body(tables: ShardedTables, rank: int) -> list[str]:
         errors = []
         for batches in steps:
-            try:
+            with caught(MemoryError, OperError) as found:
                 train(tables, case, batches[rank])
-                errors.append("")
-            except (MemoryError, OperError) as error:
-                errors.append(str(error))
+            errors += found or [""]
         return errors
 
     for errors in run_groups(case, uniform_plan(case.tables, 1), rs.ALL_OPTIMIZERS["sgd"], 2, body,
                              delay=delay):
-        assert errors[:2 + delay] == [""] * (1 + delay) + ["no memory for averages"]
+        assert errors[:2 + delay] == [""] * (1 + delay) + ["MemoryError: no memory for averages"]
         assert all("failed synchronizations=1" in message for message in errors[2 + delay:]), errors
-
-
-def test_three_groups_of_one_rank() -> None:
-    case = rs.dlrm_case("sgd")
-    steps = rs.make_steps(case, 3, 5)
-    plan = uniform_plan(case.tables, 1)
-    got = trained(case, plan, steps, rs.ALL_OPTIMIZERS["sgd"], 2, count=3)
-    want = simulated(case, steps, rs.ALL_OPTIMIZERS["sgd"], 2, 3)
-    rs.assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
-    steps, fp32, fp64 = rs.references(case, 3, "sgd", 5)
-    got = trained(case, plan, steps, rs.ALL_OPTIMIZERS["sgd"], 1, count=3)
-    rs.assert_exact(case, got, fp32, fp64)
 
 
 @pytest.mark.parametrize("refused", ["no lookup", "id", "gradient"])
@@ -184,17 +176,14 @@ def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
                         raise error
                     out = tables.lookup(looked_up)
                     out.backward(torch.full_like(out, torch.inf if rank == 3 else 1.0))
-            outputs.append([train(tables, case, batches[rank])])
+            outputs.append(train(tables, case, batches[rank]))
         tables.barrier()
-        result = rs.Result(outputs, {t.name: tables.read(t.name) for t in case.tables},
-                           {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
-                            for t in case.tables})
-        tables.barrier()
-        return result
+        states = {f"{t.name} momentum1": tables.read(t.name, part="momentum1") for t in case.tables}
+        return outputs, rs.read_all(tables), states
 
-    ranks = run_groups(case, PLANS[plan](case), rs.ALL_OPTIMIZERS["rowwise_adagrad"], 1, body)
-    got = rs.Result([[r.outputs[s][0] for r in ranks] for s in range(4)], ranks[3].weights,
-                    ranks[3].states)
+    outputs, weights, states = zip(*run_groups(
+        case, PLANS[plan](case), rs.ALL_OPTIMIZERS["rowwise_adagrad"], 1, body), strict=True)
+    got = rs.Result([list(of) for of in zip(*outputs, strict=True)], weights[3], states[3])
     rs.assert_exact(case, got, fp32, fp64)
 
 
@@ -231,8 +220,6 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
             tables.barrier()
             assert tables.num_steps == 2
             assert tables.read("t0", 0, 2).tolist() == [[-2.0] * 4, [0.0] * 4]
-            tables.barrier()
-            tables.close()
 
     run_in_groups(on_rank, size, every=1)
 
@@ -343,9 +330,6 @@ def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -
         for tables in both:
             tables.replicas.synchronize()
         assert [t.num_steps for t in both] == [4, 3]
-        for tables in both:
-            tables.barrier()
-            tables.close()
 
     run_in_groups(on_rank, 2, every=3)
 

@@ -31,12 +31,6 @@ def test_slots_of_all_widths(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-@pytest.mark.parametrize("rows, bits", [(1, 1), (2, 1), (3, 2), (256, 8), (257, 9),
-                                        (200_000, 18), (2**31, 31)])
-def test_bits_of_a_slot(rows: int, bits: int) -> None:
-    assert slot_bits(rows) == bits and rows - 1 < 2**bits
-
-
 # ---- requests for rows that do not exist ---------------------------------------------------------
 # A rank of another memory domain makes them: an error, never a crash. Messages of training steps
 # are fuzzed in tests/fuzz/exchange.py.

@@ -12,12 +12,7 @@ from oper.shmem.replica_groups import synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support as rs
-from tests.replica_groups_support import (
-    PLANS,
-    run_groups,
-    simulated,
-    trained,
-)
+from tests.replica_groups_support import PLANS, run_groups, simulated, trained
 
 # ---- fewer bits per number -----------------------------------------------------------------------
 

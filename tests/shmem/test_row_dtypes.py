@@ -7,60 +7,33 @@ import pytest
 import torch
 
 from oper.plan import Plan, uniform_plan
+from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.references import EVERY, philox4x32, round_stochastically, rounding_bits
+from tests.shmem.test_determinism import check_replicas
 from tests.support import pushed
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
 
 
-def narrow(case: rs.Case, dtype: str) -> rs.Case:
-    return replace(case, tables=tuple(replace(t, dtype=dtype) for t in case.tables))
+def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str = "",
+          start: torch.dtype | None = None, num_threads: int = 1) -> rs.Result:
+    """Train tables of `dtype` ("" = their own dtypes) on virtual ranks, from initial weights that
+    are rounded to `start`, if given."""
+    def between(tables: ShardedTables, step: int) -> None:
+        if step == 0 and start is not None:
+            for name, weight in rs.initial_weights(case).items():
+                tables.write(name, weight.to(start))
+            tables.flush_replicas()
 
-
-def train(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
-          start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Train tables of `dtype` ("" = their own dtypes) from initial weights rounded to `start`;
-    returns rows and all outputs."""
-    own = case.with_optimizer(optimizer.name)
-    own = narrow(own, dtype) if dtype else own
-    tables = ShardedTables(rp.with_tables(plan, own.tables), own.features, group, optimizer,
-                           1.0 / group.world_size, SEED)
-    for name, weight in rs.initial_weights(case).items():
-        tables.write(name, weight.to(start or NARROW[dtype]))
-    tables.flush_replicas()
-    found = {}
-    for k, batches in enumerate(steps):
-        out = tables.lookup(batches[group.rank].lookup(own))
-        rs.rank_loss(out, batches[group.rank].target).backward()
-        found[f"output {k}"] = out.detach().clone()
-    tables.barrier()
-    found |= {t.name: tables.read(t.name) for t in own.tables}
-    for t in own.tables:
-        for piece in tables.pieces[t.name]:
-            for rank in range(group.world_size):
-                if tables.directories[piece].num_replica_rows[rank]:
-                    found[f"replica {t.name} {piece} {rank}"] = tables.replica_view(
-                        piece, rank).clone()
-    tables.barrier()
-    tables.close()
-    return found
-
-
-def all_ranks(case: rs.Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
-              start: torch.dtype | None = None, num_threads: int = 1) -> list[dict]:
-    return rs.run_ranks(plan.world_size, lambda group: train(
-        case, plan, steps, optimizer, dtype, group, start), num_threads)
-
-
-def bits(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {k: x if x.dtype == torch.float32 else x.view(torch.int16).int()
-            for k, x in found.items()}
+    torch.manual_seed(SEED)
+    own = replace(case, tables=tuple(replace(t, dtype=dtype or t.dtype) for t in case.tables))
+    return rs.train_virtual(own, plan, steps, optimizer, num_threads, between)
 
 
 # ---- the generator and the rounding --------------------------------------------------------------
@@ -93,7 +66,7 @@ def test_random_numbers_are_all_different() -> None:
 
 AWKWARD = [0.0, 1.0, -1.0, 1 + 2**-9, 1 + 2**-12, -3.14159, 1e-3, 65504.0, 65503.9, 70000.0, 1e30,
            2.0**-14, 2.0**-14 * 1.00001, 2.0**-15 * 1.37, -(2.0**-20) * 1.5, 2.0**-24 * 0.25,
-           2.0**-24 * 5.125, 3.3e38, -3.4e38, 1e-38]
+           2.0**-24 * 5.125, 3.3e38, -3.4e38, 1e-38, float("inf"), float("-inf"), float("nan")]
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -105,25 +78,17 @@ def test_rounding_is_to_a_neighbour_and_unbiased(dtype: str, value: float) -> No
     found = round_stochastically(np.full(65536, value, np.float32), draws, dtype)
     info = torch.finfo(NARROW[dtype])
     nearest = torch.tensor([value]).to(NARROW[dtype]).float().item()
+    if nearest == value or not np.isfinite(value):
+        np.testing.assert_array_equal(found, np.float32(value))
+        return
     if abs(value) >= info.max:
         assert (found == np.copysign(info.max, value)).all()
-        return
-    if nearest == value:
-        assert (found == np.float32(value)).all()
         return
     around = torch.tensor([nearest]).to(NARROW[dtype])
     other = torch.nextafter(around, torch.tensor([float(np.copysign(np.inf, value - nearest))]).to(
         around.dtype)).float().item()
     assert set(found.tolist()) <= {nearest, other}
     assert abs(found.astype(np.float64).mean() - value) <= abs(other - nearest) * 2.0**-16
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_nonfinite_numbers_are_kept(dtype: str) -> None:
-    for draw in (0, 65535):
-        found = round_stochastically(np.array([np.inf, -np.inf, np.nan], np.float32),
-                                     np.full(3, draw, np.uint32), dtype)
-        assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2])
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -149,17 +114,13 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
                                   (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
         steps = rs.make_steps(case, world_size, 1, seed=2)
-        wide = all_ranks(case, plan, steps, EVERY[optimizer], "float32", NARROW[dtype])
-        got = all_ranks(case, plan, steps, EVERY[optimizer], dtype)
-        want = rounded_step(case, wide[0], dtype)
-        start = rs.initial_weights(case)
-        for rank, found in enumerate(got):
-            rs.assert_bitwise(found["output 0"], wide[rank]["output 0"], "pooled in fp32")
-            for t in case.tables:
-                rs.assert_bitwise(bits(found)[t.name], want[t.name].view(torch.int16).int(), t.name)
-        large = got[0]["large"]
-        assert not torch.equal(large, start["large"].to(large.dtype))
-        assert not torch.equal(large, wide[0]["large"].to(large.dtype)), "rounded to nearest"
+        wide = train(case, plan, steps, EVERY[optimizer], start=NARROW[dtype])
+        got = train(case, plan, steps, EVERY[optimizer], dtype)
+        rs.assert_bitwise(got.outputs, wide.outputs, "pooled in fp32")
+        rs.assert_bitwise(got.weights, rounded_step(case, wide.weights, dtype), "rows")
+        large, start = got.weights["large"], rs.initial_weights(case)["large"]
+        assert not torch.equal(large, start.to(large.dtype))
+        assert not torch.equal(large, wide.weights["large"].to(large.dtype)), "rounded to nearest"
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -167,72 +128,55 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
 def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, world_size, 3, seed=3)
-    optimizer = EVERY["rowwise_adagrad_l2"]
-    (want, *_) = (bits(x) for x in all_ranks(
-        case, uniform_plan(case.tables, world_size, "striped"), steps, optimizer, dtype))
-    plans = [rp.mixed_plan(case.tables, world_size, s) for s in range(3)]
-    for plan in (*plans, uniform_plan(case.tables, world_size, "replicated")):
-        for rank, found in enumerate(all_ranks(case, plan, steps, optimizer, dtype)):
-            found = bits(found)
-            rs.assert_bitwise({t.name: found[t.name] for t in case.tables},
-                              {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
-            for name in (n for n in found if n.startswith("replica")
-                         and plan.table(n.split()[1]).tiers[0].ranks == tuple(range(world_size))
-                         and len(plan.table(n.split()[1]).tiers) == 1):
-                rs.assert_bitwise(found[name], found[name.split()[1]], name)
-            if rank == 0:
-                rs.assert_bitwise([found[f"output {k}"] for k in range(3)],
-                                  [want[f"output {k}"] for k in range(3)], "outputs")
+    striped, *plans = (uniform_plan(case.tables, world_size, "striped"),
+                       uniform_plan(case.tables, world_size, "replicated"),
+                       *(rp.mixed_plan(case.tables, world_size, s) for s in range(3)))
+    want = train(case, striped, steps, EVERY["rowwise_adagrad_l2"], dtype)
+    for plan in plans:
+        got = train(case, plan, steps, EVERY["rowwise_adagrad_l2"], dtype)
+        rs.same_bits(got, want)
+        check_replicas(case, plan, got)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_threads_and_repeated_runs_change_no_bit(dtype: str) -> None:
     case = rs.dlrm_case()
     steps = rs.make_steps(case, 2, 3, seed=3)
-    runs = [all_ranks(case, rp.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
-                      num_threads=n) for n in (1, 1, 3)]
-    for other in runs[1:]:
-        rs.assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
+    first, *others = (train(case, rp.mixed_plan(case.tables, 2, 2), steps, EVERY["adam"], dtype,
+                            num_threads=n) for n in (1, 1, 3))
+    for other in others:
+        rs.same_bits(other, first, replicas=True)
+
+
+def one_table(dtype: str, rows: torch.Tensor, lr: float) -> ShardedTables:
+    """Open a table with these rows on one rank."""
+    table = TableSpec("t", *rows.shape, ("f",), "sum", dtype, "sgd")
+    tables = ShardedTables(uniform_plan([table], 1), [("f", "t")], SingleGroup(), SGD(lr), 1.0, 0)
+    tables.write("t", rows)
+    tables.flush_replicas()
+    return tables
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
     """Covers all 65,536 values as read by the kernels, and updates of rows that are not finite."""
-    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype])
-    table = TableSpec("t", 1024, 64, ("f",), "sum", dtype, "sgd")
-    case = rs.Case((table,), ("f",))
-
-    def body(group) -> tuple[torch.Tensor, torch.Tensor]:
-        tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
-        tables.write("t", every.view(1024, 64))
-        tables.flush_replicas()
-        out = tables.lookup(rs.bags_of_one(torch.arange(1024)))
-        out.backward(torch.zeros_like(out))
-        return out.detach(), tables.read("t")
-
-    ((out, after),) = rs.run_ranks(1, body)
-    want = every.float().view(1024, 64)
-    same = (out == want) | (out.isnan() & want.isnan())
-    assert same.all()
-    kept = (after.view(torch.int16) == every.view(1024, 64).view(torch.int16)) | after.isnan()
-    assert kept.all() and torch.equal(after.isnan(), want.isnan())
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype]).view(-1, 64)
+    tables = one_table(dtype, every, 0.0)
+    out = tables.lookup(rs.bags_of_one(torch.arange(1024)))
+    out.backward(torch.zeros_like(out))
+    torch.testing.assert_close(out.detach(), every.float(), rtol=0, atol=0, equal_nan=True)
+    after = tables.read("t")
+    kept = (after.view(torch.int16) == every.view(torch.int16)) | after.isnan()
+    assert kept.all() and torch.equal(after.isnan(), every.isnan())
 
 
 def test_small_updates_are_not_lost() -> None:
     """1,000 steps of a hundredth of a bfloat16 step each: nearest rounding would never change w."""
-    table = TableSpec("t", 512, 16, ("f",), "sum", "bfloat16", "sgd")
-    case = rs.Case((table,), ("f",))
-
-    def body(group) -> torch.Tensor:
-        tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
-        tables.write("t", torch.full((512, 16), 1.5))
-        tables.flush_replicas()
-        batch = rs.bags_of_one(torch.arange(512))
-        for _ in range(1000):
-            tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))
-        return tables.read("t").float()
-
-    (rows,) = rs.run_ranks(1, body)
+    tables, batch = one_table("bfloat16", torch.full((512, 16), 1.5), 1.0), rs.bags_of_one(
+        torch.arange(512))
+    for _ in range(1000):
+        tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))
+    rows = tables.read("t").float()
     moved = 1000 * 2.0**-7 / 100
     # One element's deviation: sqrt(steps * p (1 - p)) steps of 2^-7; 8,192 elements.
     deviation = (1000 * 0.01 * 0.99) ** 0.5 * 2.0**-7
@@ -246,8 +190,8 @@ def test_dtypes_mixed_in_one_collection() -> None:
         replace(t, dtype=d) for t, d in zip(
             case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
     steps = rs.make_steps(case, 2, 1, seed=5)
-    got = all_ranks(mixed, rp.mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
+    plan = rp.mixed_plan(case.tables, 2, 1)
+    got = train(mixed, plan, steps, SGD(0.5))
     for t in mixed.tables:
-        alone = all_ranks(case, rp.mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
-                          torch.float32 if t.dtype == "float32" else None)
-        assert torch.equal(got[0][t.name], alone[0][t.name]), t.name
+        alone = train(case, plan, steps, SGD(0.5), t.dtype)
+        assert torch.equal(got.weights[t.name], alone.weights[t.name]), t.name

@@ -80,9 +80,13 @@ def train(case: rs.Case, tables: ShardedTables, batches: list[Lookup], by_lookup
     outputs: list[Any] = []
     for k, batch in enumerate(batches):
         with tables.no_sync() if in_parts and k % 2 == 0 else contextlib.nullcontext():
+            if batch.weights is not None:
+                batch.weights = batch.weights.detach().requires_grad_()
             out = rows_of(tables, case, batch, by_lookup)
             outputs.append(out.detach().clone())
             out.backward(torch.sin(torch.arange(out.numel())).view(out.shape))
+            if batch.weights is not None:
+                outputs.append(batch.weights.grad)
     tables.barrier()
     return [*outputs, *(tables.read(t.name) for t in case.tables)]
 
@@ -99,7 +103,6 @@ def test_rows_and_updates_equal_those_of_copied_bags(sizes: tuple[int, int], in_
             for by_lookup in (True, False):
                 tables = rs.open_tables(case, plan, group, RWA)
                 found.append(train(case, tables, batches, by_lookup))
-                tables.close()
             return found
 
         for shared, copied in rs.run_ranks(2, body):
@@ -107,32 +110,24 @@ def test_rows_and_updates_equal_those_of_copied_bags(sizes: tuple[int, int], in_
             rs.assert_bitwise(shared, copied, "trained on shared bags")
 
 
-@pytest.mark.parametrize("what", ["guard", "no_sync", "clamp"])
-def test_guard_clamp_and_no_sync_get_gradients_of_bags(what: str) -> None:
-    case = rs.dlrm_case()
-    batches = [make(case, s, 40, 17, True) for s in range(4)]
+@pytest.mark.parametrize("what", ["guard", "no_sync", "clamp", "repair", "weights"])
+def test_gradients_are_those_of_bags(what: str) -> None:
+    """For the guard, for clamping, repaired ids and no_sync, and for weights."""
+    case = rs.dlrm_case(weighted=what == "weights")
+    batches = [make(case, s, 40, 17, s < 3) for s in range(4)]
+    if what == "repair":
+        for batch in batches:
+            batch.ids[::7] = 1 << 40
     optimizer = replace(RWA, max_gradient=0.5) if what == "clamp" else RWA
     found = []
     for by_lookup in (True, False):
         tables = rs.open_alone(case, optimizer)
         tables.guard.choose("stop" if what == "guard" else "off")
+        tables.bounds = BoundsCheck("ignore" if what == "repair" else "fatal", tables.features,
+                                    tables.specs)
         found.append(train(case, tables, batches, by_lookup, what == "no_sync"))
-        tables.close()
+        assert (tables.bounds.num_bad_ids > 0) == (what == "repair")
     rs.assert_bitwise(found[0], found[1], what)
-
-
-def test_gradients_of_weights() -> None:
-    case = rs.dlrm_case(weighted=True)
-    batch, found = make(case, 3, 40, 17, True), []
-    tables = rs.open_alone(case, RWA)
-    for by_lookup in (True, False):
-        assert batch.weights is not None
-        batch.weights = batch.weights.detach().requires_grad_()
-        out = rows_of(tables, case, batch, by_lookup)
-        found.append(torch.autograd.grad(out, batch.weights, torch.cos(out.detach()))[0])
-    tables.close()
-    rs.assert_bitwise(found[0], found[1], "gradients of weights")
-    assert found[0].abs().max() > 0
 
 
 def test_shared_bags_must_not_change_before_the_update() -> None:
@@ -148,7 +143,6 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
         with pytest.raises(InvalidInputError, match=f"inverse_indices of {case.features[0][0]}.*"
                            f"{outside}.*0 <= bag < "):
             tables.lookup(batch)
-    tables.close()
 
 
 @pytest.mark.parametrize("way", ["plain", "no_sync", "max_gradient"])
@@ -177,21 +171,6 @@ def test_changes_unseen_by_torch_are_refused_in_the_backward_pass(way: str) -> N
     rs.assert_bitwise([tables.read(t.name) for t in case.tables], before, "rows")
     tables.lookup(batch).sum().backward()  # the tables go on
     assert not torch.equal(tables.read(case.tables[0].name), before[0])
-    tables.close()
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_repaired_batches_keep_shared_bags(in_order: bool) -> None:
-    case = rs.dlrm_case()
-    found = []
-    for by_lookup in (True, False):
-        tables, batch = rs.open_alone(case, RWA), make(case, 0, 40, 17, in_order)
-        batch.ids[::7] = 1 << 40
-        tables.bounds = BoundsCheck("ignore", tables.features, tables.specs)
-        found.append(train(case, tables, [batch], by_lookup))
-        assert tables.bounds.num_bad_ids > 0
-        tables.close()
-    rs.assert_bitwise(found[0], found[1], "outputs and rows")
 
 
 # ---- dot interaction, against the definition in double precision ---------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from oper.plan import uniform_plan
@@ -13,8 +14,6 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.random_plans import mixed_plan
 from tests.world_support import run_world
-
-# ---- a training step allocates no new memory after the first steps -------------------------------
 
 SPECS = tuple(TableSpec(f"t{k}", rows, 64, (f"f{k}",), "sum", optimizer="rowwise_adagrad")
               for k, rows in enumerate((300, 40_000, 60_000)))
@@ -74,15 +73,12 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
     return found
 
 
-def _check(mixed: bool, ahead: bool) -> None:
+@pytest.mark.parametrize("labels, mixed, ahead", [
+    ("aa", False, False), ("aa", True, True), ("ab", True, False)])
+def test_a_step_allocates_no_new_memory(labels: str, mixed: bool, ahead: bool) -> None:
     environment = {"OPER_OUTBOX_BYTES": "64e6", "OMP_NUM_THREADS": "1"}
-    for found in run_world(2, _growth, mixed, ahead, env=environment):
+    for found in run_world(2, _growth, mixed, ahead, env=environment, labels=labels):
         assert found["resident"] < 1 << 18, found
         assert found["mappings"] <= 0, found
         # Outputs and offsets that are mapped anew take 3 to 5 faults a step even as huge pages.
         assert found["faults"] < 2 * STEPS, found
-
-
-def test_a_step_allocates_no_new_memory() -> None:
-    _check(mixed=False, ahead=False)
-    _check(mixed=True, ahead=True)

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,16 +15,14 @@ from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.exchange.pull import choose_pull
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD, STATE_PARTS
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests.references import EVERY
 from tests.runtime_support import bags_of_one, run_ranks
 from tests.world_support import child_of
 
 ROWS, DIM, BATCH = 256, 8, 32
-OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": SGD(lr=1.0), "rowwise_adagrad": RowWiseAdagrad(lr=0.05), "adagrad": Adagrad(lr=0.05),
-    "adam": Adam(lr=0.02)}
 
 
 def _spec(optimizer: str, name: str = "t") -> TableSpec:
@@ -60,24 +59,15 @@ def _ids(thread: int, num_threads: int, step: int) -> torch.Tensor:
 def _at_once(num_threads: int, body: Callable[[int], None]) -> None:
     """Run `body(thread)` on threads that start together; raises the first error."""
     start = threading.Barrier(num_threads)
-    errors: list[BaseException] = []
 
     def run(thread: int) -> None:
-        try:
-            torch.set_num_threads(1)
-            start.wait(60)
-            body(thread)
-        except BaseException as error:
-            errors.append(error)
+        torch.set_num_threads(1)
+        start.wait(60)
+        body(thread)
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(t.is_alive() for t in threads), "threads wait for each other"
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in [pool.submit(run, k) for k in range(num_threads)]:
+            done.result(120)
 
 
 def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
@@ -88,7 +78,7 @@ def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam"])
 def test_every_backward_pass_is_applied_once(optimizer: str, mode: str) -> None:
     """Threads that use different rows give bitwise the result of sequential training."""
     steps, num_threads = 300, 4
@@ -96,7 +86,7 @@ def test_every_backward_pass_is_applied_once(optimizer: str, mode: str) -> None:
     def train(at_once: bool) -> tuple[ShardedTables, list[float]]:
         spec = _spec(optimizer)
         plan = _pushed(spec) if mode == "push" else uniform_plan([spec], 1)
-        tables = ShardedTables(plan, [("t", "t")], SingleGroup(), OPTIMIZERS[optimizer])
+        tables = ShardedTables(plan, [("t", "t")], SingleGroup(), EVERY[optimizer])
         seen = [0.0] * num_threads
 
         def body(thread: int) -> None:
@@ -182,17 +172,14 @@ def test_accumulated_gradients_of_several_threads() -> None:
 
 def test_lookups_without_gradients_do_not_wait() -> None:
     tables = _alone()
-    found: list[torch.Tensor] = []
 
-    def evaluate() -> None:
+    def evaluate() -> torch.Tensor:
         with torch.no_grad():
-            found.append(tables.lookup(bags_of_one(torch.arange(4))))
+            return tables.lookup(bags_of_one(torch.arange(4)))
 
-    with tables.turns.lock:  # as while a backward pass waits for its peers
-        thread = threading.Thread(target=evaluate)
-        thread.start()
-        thread.join(60)
-    assert found[0].shape == (4, DIM)
+    # As while a backward pass waits for its peers.
+    with ThreadPoolExecutor(1) as pool, tables.turns.lock:
+        assert pool.submit(evaluate).result(60).shape == (4, DIM)
 
 
 @pytest.mark.parametrize("how", ["lookup", "read"])
@@ -287,19 +274,8 @@ def test_concurrent_lookups_with_deduplicated_pull() -> None:
 
 
 def _in_thread(name: str, body: Callable[[], object]) -> BaseException | None:
-    found: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    return found[0] if found else None
+    with ThreadPoolExecutor(1, name) as pool:
+        return pool.submit(body).exception(60)
 
 
 @pytest.mark.parametrize("domains", [None, (0, 1)])
@@ -310,7 +286,7 @@ def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -
         out = tables.lookup(batch)
         error = _in_thread("second", lambda: tables.lookup(batch))
         assert isinstance(error, InvalidInputError)
-        assert "two threads" in str(error) and "'second'" in str(error)
+        assert "two threads" in str(error) and "'second_0'" in str(error)
         out.sum().backward()
         # One after another they may: the calls of a rank stay in one order.
         for name in ("second", "third"):

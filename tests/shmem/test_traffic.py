@@ -13,6 +13,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import KIND, KINDS, SENT, Traffic
 from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.search.replay.wire import WireReplay
+from oper.shmem.batch import Lookup
 from oper.shmem.counters.phases import BUCKETS_US, PHASES
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
@@ -149,6 +150,13 @@ def test_reads_without_gradients_and_reset() -> None:
 DOMAINS = [(0, 1), (0, 1, 0, 1), (0, 0, 1, 2)]
 
 
+def assert_sent(total: Any, found: list[dict[str, list[int]]]) -> None:
+    """Compare the bytes of a replay with those that ranks have counted."""
+    for k, kind in enumerate(SENT):
+        counted = np.array([sent[kind] for sent in found])
+        assert np.array_equal(total[k], counted), f"{kind}: {total[k]} {counted}"
+
+
 def check(case: rs.Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, **options: Any
           ) -> None:
     world = len(domains)
@@ -158,9 +166,7 @@ def check(case: rs.Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, *
     own = rp.with_tables(plan, case.with_optimizer(optimizer.name).tables)
     replay = WireReplay(own, domains, training=True, **options)
     total = sum(replay.step([as_bags(case, b) for b in batches]) for batches in steps)
-    for k, kind in enumerate(SENT):
-        counted = np.array([sent[kind] for sent in found])
-        assert np.array_equal(total[k], counted), f"{kind}: {total[k]} {counted}"
+    assert_sent(total, found)
     assert total.sum() > 0
 
 
@@ -193,19 +199,14 @@ def test_replayed_keys_are_the_sent_keys(domains: tuple[int, ...]) -> None:
                 rows = tables.keys.translate(batch.lookup(case)).ids
             found.append(as_bags(case, replace(batch, ids=rows)))
             tables.lookup(batch.lookup(case)).sum().backward()
-        sent = tables.sent_bytes()
-        tables.barrier()
-        tables.close()
-        return found, sent
+        return found, tables.sent_bytes()
 
     found = rs.run_ranks(world, body, domains=domains)
     replay = WireReplay(plan, domains, training=True, dynamic=names)
-    for k, kind in enumerate(SENT):
-        total = sum(replay.step(ranks)[k]
-                    for ranks in zip(*(rows for rows, _ in found), strict=True))
-        counted = np.array([sent[kind] for _, sent in found])
-        assert np.array_equal(total, counted), f"{kind}: {total} {counted}"
-    assert counted.sum() > 4 * 1024 * np.count_nonzero(replay.far)
+    rows, sent = zip(*found, strict=True)
+    total = sum(replay.step(ranks) for ranks in zip(*rows, strict=True))
+    assert_sent(total, list(sent))
+    assert total[-1].sum() > 4 * 1024 * np.count_nonzero(replay.far)
 
 
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)
@@ -222,8 +223,6 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
         out = [tables.lookup(batches[group.rank].lookup(case)).detach() for _ in range(2)]
         assert torch.equal(*out)
         found = out[0].clone(), tables.sent_bytes(), tables.traffic().counts
-        tables.barrier()
-        tables.close()
         return found
 
     for plan in all_plans(case, len(domains)).values():
@@ -236,9 +235,7 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
         own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
         ids = [as_bags(case, b) for b in batches]
         total = 2 * WireReplay(own, domains, training=False).step(ids)
-        for k, kind in enumerate(SENT):
-            executed = np.array([sent[kind] for _, sent, _ in read])
-            assert np.array_equal(total[k], executed), f"{kind}: {total[k]} {executed}"
+        assert_sent(total, [sent for _, sent, _ in read])
         replay = Replay(own, training=False, domain_of=domains)
         for (_, _, counts), mine in zip(read, replay.step(ids), strict=True):
             for kind in ("ids", "partial_sums"):
@@ -269,90 +266,52 @@ def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
           clipped=[t.name for t in case.tables])
 
 
-def test_owners_of_pushed_tables_read_their_own_rows() -> None:
-    """A rank that owns an entire pushed table reads it like a pulled one."""
-    case = rs.dlrm_case("rowwise_adagrad")
-    steps = rs.make_steps(case, 4, 3)
-    chosen = rs.OPTIMIZERS["rowwise_adagrad"]
-    plan = pushed(uniform_plan(case.tables, 4, "owned"))
-    rs.same_bits(rs.train_virtual(case, plan, steps, chosen, domains=(0, 1, 1, 2)),
-                 rs.train_virtual(case, plan, steps, chosen))
-    found = sum(t.counts[:, :, t.rank] for t in rs.run_ranks(4, lambda g: executed(
-        case, plan, steps[:1], chosen, g)))
-    assert found[KIND["rows"]].sum() > 0
-    assert not found[[KIND["ids"], KIND["partial_sums"], KIND["gradient_ids"]]].any()
+def sent_again(case: rs.Case, plan: Plan, batches_of: Callable[[int], list[Lookup]],
+               order: list[int]) -> list[list[int]]:
+    """Bytes of requests that each rank sends again in the backward passes of its batches, which run
+    in this order after all lookups. The rows must be those of one domain."""
+    def body(group: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["sgd"])
+        sums, sent = [tables.lookup(batch).sum() for batch in batches_of(group.rank)], []
+        for k in order:
+            tables.sent_bytes(reset=True)
+            sums[k].backward()
+            sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        return sent, rs.read_all(tables)
+
+    several, one = rs.run_ranks(2, body, domains=(0, 1)), rs.run_ranks(2, body)
+    rs.assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
+    return [sent for sent, _ in several]
 
 
 def test_long_requests_with_another_last_id_are_sent_again() -> None:
-    """The backward pass of a batch older than the last two lookups sends its requests again."""
+    """Owners keep the requests of the last two lookups."""
     table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
     plan = Plan(2, (TablePlan(table, (Piece(0, 4, (
         Tier(0, 300, "owned", (1,), mode="push"),)),)),))
-    case, num_ids = rs.Case((table,), ("f",)), 5000
-    ids = torch.arange(num_ids) % 299
-
-    def body(group: Any) -> tuple[list[int], torch.Tensor]:
-        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["sgd"])
-        found, sums = [], []
-        for last in (299, 7, 7):
-            batch = rs.bags_of_one(torch.cat([ids, torch.tensor([last])]))
-            sums.append(tables.lookup(batch).sum())
-        for each in sums[1:] + sums[:1]:
-            tables.sent_bytes(reset=True)
-            each.backward()
-            found.append(sum(tables.sent_bytes().get("gradient_ids", [])))
-        rows = tables.read("t")
-        tables.barrier()
-        tables.close()
-        return found, rows
-
-    several, one = rs.run_ranks(2, body, domains=(0, 1)), rs.run_ranks(2, body)
-    rs.assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
-    slots, bags = (-(-(num_ids + 1) * bits // 32) * 4 for bits in (9, 1))
-    assert [sent for sent, _ in several] == [[0, 0, slots + bags], [0, 0, 0]]
+    ids = torch.arange(5000) % 299
+    batches = [rs.bags_of_one(torch.cat([ids, torch.tensor([last])])) for last in (299, 7, 7)]
+    sent = sent_again(rs.Case((table,), ("f",)), plan, lambda rank: batches, [1, 2, 0])
+    slots, bags = (-(-5001 * bits // 32) * 4 for bits in (9, 1))
+    assert sent == [[0, 0, slots + bags], [0, 0, 0]]
 
 
 def test_ids_are_sent_again_only_if_they_differ() -> None:
-    """Owners keep the requests of the last two lookups; the backward pass of an earlier batch, or
-    with other weights, sends its requests again."""
+    """The backward pass of an earlier batch, or with other weights, sends its requests again."""
     case = replace(rs.dlrm_case("sgd"), weighted=True)
-    plan = pushed(uniform_plan(case.tables, 2, "striped"))
     steps = rs.make_steps(case, 2, 3)
 
-    def body(group: Any) -> tuple[list[int], list[torch.Tensor]]:
-        tables = rs.open_tables(case, plan, group, rs.OPTIMIZERS["sgd"])
-        sent = []
-        batches = [step[group.rank] for step in steps]
-        losses = [rs.rank_loss(tables.lookup(x.lookup(case)), x.target) for x in batches]
-        for loss in losses:
-            tables.sent_bytes(reset=True)
-            loss.backward()
-            sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
-        b = batches[1]
-        other = replace(b, weights=b.weights * 2)
-        loss = rs.rank_loss(tables.lookup(other.lookup(case)), b.target)
-        for _ in range(2):
-            tables.lookup(b.lookup(case))
-        tables.sent_bytes(reset=True)
-        loss.backward()
-        sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
-        rows = [tables.read(t.name) for t in case.tables]
-        tables.barrier()
-        tables.close()
-        return sent, rows
+    def batches_of(rank: int) -> list[Lookup]:
+        first, second, third = (step[rank].lookup(case) for step in steps)
+        return [replace(second, weights=2 * second.weights), first, second, third]
 
-    several, one = rs.run_ranks(2, body, domains=(0, 1)), rs.run_ranks(2, body)
-    rs.assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
-    oldest, last, newest, other = np.sum([sent for sent, _ in several], axis=0).tolist()
+    sent = sent_again(case, pushed(uniform_plan(case.tables, 2, "striped")), batches_of,
+                      [1, 2, 3, 0])
+    oldest, last, newest, other = np.sum(sent, axis=0).tolist()
     assert oldest > 0 and last == newest == 0 and other > 0
 
 
 # ---- times of phases -----------------------------------------------------------------------------
-
-
-def bucket(ns: int) -> int:
-    """Return the number of the bucket of a time: the first bound above the time."""
-    return next((k for k, us in enumerate(BUCKETS_US) if ns < 1000 * us), len(BUCKETS_US))
 
 
 def test_every_batch_is_counted() -> None:
@@ -369,7 +328,7 @@ def test_every_batch_is_counted() -> None:
     for name, (sum_ns, counts) in found.items():
         want = [0] * (len(BUCKETS_US) + 1)
         for ns in taken[name]:
-            want[bucket(ns)] += 1
+            want[np.searchsorted(BUCKETS_US, ns / 1000, "right")] += 1  # the first bound above it
         assert sum_ns == sum(taken[name]) and list(counts) == want, name
     assert tables.phase_histograms(reset=True) == found
     with torch.no_grad():
