@@ -43,10 +43,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.gap == pytest.approx(0.25)
 
 
-def test_a_plan_without_a_bound_has_no_gap() -> None:
-    assert np.isnan(plan_of(ALL).gap)
-
-
 def edited(tmp_path: Path, edit: Edit) -> Path:
     value = json.loads(mixed_plan().to_text())
     edit(value)

@@ -234,16 +234,6 @@ def test_statistics_of_another_table_are_refused(tmp_path: Path) -> None:
         table_stats_for(stats, "t", 6)
 
 
-def test_a_repr_is_one_line_of_figures() -> None:
-    """The text in notebooks and errors has no arrays."""
-    table = TableStats(1000, np.arange(300), np.arange(300, 0, -1), np.array([0]), np.array([700]),
-                       np.array([3]), np.array([15_050]))
-    stats = AccessStats(15_050, {f"t{k}": table for k in range(26)}, "a log")
-    assert repr(stats) == "AccessStats(num_samples=15050, 26 tables of 26000 rows, source='a log')"
-    assert repr(table) == ("TableStats(num_rows=1000, num_accesses=45150, num_touched_rows=300, "
-                           "pooling_factor=3)")
-
-
 # ---- counting ------------------------------------------------------------------------------------
 
 DTYPES = (np.uint32, np.int64, np.uint64)

@@ -13,7 +13,7 @@ import oper
 from oper.bench.core.launch import Progress, measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
-from oper.bench.dynamic import case as dynamic, drift
+from oper.bench.dynamic import drift
 from oper.bench.dynamic.case import DynamicCase
 from oper.bench.tables import lookup, train
 from oper.bench.tables.ceiling import UpdateCeiling
@@ -117,14 +117,6 @@ def test_bare_rewrites_touch_the_updated_rows_and_change_none() -> None:
     tables.close()
 
 
-def test_cases_by_world_size() -> None:
-    names = [c.name for c in lookup.cases(quick=False)]
-    assert len(names) == len(set(names)) == 26 + 17
-    assert [c.name for c in lookup.cases(quick=True)] == [
-        *(f"lookup-d64-pool{p}-w{w}" for w in (1, 2) for p in (1, 20)),
-        "update-d64-pool1-w2", "update-d64-pool20-w2"]
-
-
 # ---- dynamic tables ------------------------------------------------------------------------------
 
 
@@ -159,14 +151,6 @@ def test_other_rows_are_found() -> None:
     (entry,) = measured([_case("spoiled", 10.0, kind=BrokenDynamicCase)])
     assert entry["verified"] is False
     assert "spoiled is NOT verified; verification: " in report([entry], train.FIGURES)
-
-
-def test_the_cases() -> None:
-    names = [c.name for c in train.cases(False, tables="dynamic")]
-    assert names == list(dynamic.LOADS) == [
-        "pool1", "pool20", "pool1-load95", "pool1-load100", "pool1-full"]
-    assert [c.num_slots for c in dynamic.cases(True)] == [
-        100_000, 100_000, 52_632, 50_000, 45_455]
 
 
 def test_quality_on_a_log_that_drifts() -> None:
@@ -301,16 +285,6 @@ def test_cross_networks_in_both_precisions(trained: list[dict[str, Any]]) -> Non
 def test_flags_that_choose_other_cases_are_not_combined(flags: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="cannot choose cases"):
         train.cases(True, **flags)
-
-
-def test_mlperf_shapes() -> None:
-    assert {c.exchange for c in train.cases(True, model="dlrm", exchange="collective")} == {
-        "collective"}
-    (exact, rounded) = train.cases(False, model="dlrm-dcnv2")
-    assert (exact.dense.dtype, rounded.dense.dtype) == ("float32", "bfloat16")
-    assert sum(exact.work.bag_lengths) == 214 and max(exact.work.num_rows) == 400_000
-    assert exact.dense.over(exact.work).dim == 128 and exact.dense.layers.cross_layers == 3
-    assert not train.cases(True, model="dlrm")[0].dense.layers.cross_layers
 
 
 # ---- a case that fails on one rank ---------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Small modules with tables, unsharded and sharded, for tests of module operations."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ def shard(module: nn.Module, **fields: Any) -> Any:
         return oper.shard(module, **{"optimizer": oper.SGD(lr=LR)} | fields)
 
 
-def collection(names: tuple[str, ...] = ("a", "b"), **fields: Any) -> Any:
+def collection(names: Sequence[str] = "ab", rows: int = 10, **fields: Any) -> Any:
     torch.manual_seed(5)
     return torchrec.EmbeddingBagCollection(tables=[
-        torchrec.EmbeddingBagConfig(name=n, num_embeddings=10, embedding_dim=4,
+        torchrec.EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=4,
                                     feature_names=[f"f_{n}"]) for n in names], **fields)
 
 

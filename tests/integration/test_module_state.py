@@ -185,65 +185,6 @@ class Net(nn.Module):
         self.bag = nn.EmbeddingBag(10, 4, mode="sum")
         self.dense = nn.Linear(4, 2)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.bag(ids))
-
-
-ORDERS = ("before", "child", "around", "inside")
-
-
-def _in_all_orders(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
-    return [_ddp(rank, world_size, order) for order in ORDERS]
-
-
-def _ddp(rank: int, world_size: int, order: str) -> dict[str, torch.Tensor]:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    inner = Net()
-
-    if order == "before":
-        model: Any = DDP(shard(inner, plan=striped("bag", world_size)))
-    elif order == "child":
-        inner.bag = shard(inner.bag, plan=striped("weight", world_size))
-        model = DDP(inner)
-    elif order == "around":
-        model = shard(DDP(inner), plan=striped("module.bag", world_size))
-    else:
-        model = DDP(inner)
-        shard(inner, plan=striped("bag", world_size))
-    optimizer = torch.optim.SGD(inner.parameters(), lr=LR)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.tensor([[step, 2 * step + rank]])).pow(2).mean().backward()
-        torch.nn.utils.clip_grad_norm_(inner.dense.parameters(), 0.1)
-        optimizer.step()
-    twin = copy.deepcopy(inner)
-    with torch.no_grad():
-        inner.bag.weight[3] += 1
-    found = {"bag": inner.bag.weight.detach().clone(), "twin": twin.bag.weight.detach().clone(),
-             "dense": inner.dense.weight.detach().clone()}
-    # Values that differ between ranks: rank 0's are everyone's.
-    inner.bag.weight.data.fill_(float(rank + 1))
-    assert torch.equal(inner.bag.weight, torch.ones(10, 4))
-    return found
-
-
-def test_data_parallel_in_either_order() -> None:
-    want = Net()
-    dense = torch.optim.SGD(want.parameters(), lr=LR)
-    for step in range(3):
-        dense.zero_grad()
-        losses = [want(torch.tensor([[step, 2 * step + r]])).pow(2).mean() for r in range(2)]
-        (sum(losses) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(want.dense.parameters(), 0.1)
-        dense.step()
-    after = want.bag.weight.detach().clone()
-    after[3] += 1
-    wanted = {"bag": after, "twin": want.bag.weight.detach(), "dense": want.dense.weight.detach()}
-    for ranks in run_world(2, _in_all_orders):
-        for order, found in zip(ORDERS, ranks, strict=True):
-            torch.testing.assert_close(found, wanted, msg=lambda text, of=order: f"{of}: {text}")
-
 
 def _wrapped(rank: int, world_size: int) -> bool:
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -313,6 +254,16 @@ def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> No
         wanted = (f"missing only on rank 0 or 1=([], ['{lacks}'])" if k < 4
                   else "rank 1: cannot load")
         assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
+
+
+def _write_different(rank: int, world_size: int) -> None:
+    model = shard(bag())
+    model.weight.data.fill_(float(rank + 1))
+    assert torch.equal(model.weight, torch.ones(10, 4))
+
+
+def test_of_values_that_differ_between_ranks_those_of_rank_0_are_written() -> None:
+    run_world(2, _write_different)
 
 
 def _optimizer_state(rank: int, world_size: int) -> list[str]:

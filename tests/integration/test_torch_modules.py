@@ -15,6 +15,7 @@ import oper
 from oper.errors import InvalidInputError, OperError
 from oper.plan import uniform_plan
 from oper.tables import TableSpec
+from tests.checkpoint_support import random_kjt
 from tests.integration.module_support import LR, bag, collection, kjt, rows, shard
 from tests.programs.weights import WRITES
 
@@ -130,13 +131,6 @@ def test_values_without_dense_real_rows_are_refused() -> None:
             sharded.load_state_dict({"weight": wrong})
 
 
-def test_attributes_of_the_unsharded_bag_exist() -> None:
-    each = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=2, include_last_offset=True)
-    sharded = shard_bag(each)
-    for name in ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset"):
-        assert getattr(sharded, name) == getattr(each, name)
-
-
 def test_bags_of_length_zero() -> None:
     # torch itself stumbles over [4, 0]; empty bags by offsets are zeros, and so are these.
     for mode, padding in (("sum", None), ("mean", 3)):
@@ -190,13 +184,6 @@ def half_collection(data_type: str) -> Any:
             num_embeddings=30, embedding_dim=8, name="b", feature_names=["g"])], device="cpu")
 
 
-def jagged(seed: int, size: int = 5) -> Any:
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4, (2 * size,), generator=g)
-    return torchrec.KeyedJaggedTensor.from_lengths_sync(
-        ["f", "g"], torch.randint(0, 30, (int(lengths.sum()),), generator=g), lengths)
-
-
 @pytest.mark.parametrize("data_type", ["FP16", "BF16"])
 def test_torchrec_collection(data_type: str) -> None:
     """Outputs are float32, as of the unsharded collection; rows have the configuration's dtype."""
@@ -207,7 +194,7 @@ def test_torchrec_collection(data_type: str) -> None:
     assert state["embedding_bags.a.weight"].dtype == dtype
     assert state["embedding_bags.b.weight"].dtype == torch.float32
     assert sharded.embedding_bags.a.weight.dtype == dtype
-    batch = jagged(0)
+    batch = random_kjt({"f": 30, "g": 30}, 5, 0)
     got, want = sharded(batch), plain(batch)
     assert got.keys() == want.keys() and got.values().dtype == want.values().dtype == torch.float32
     assert torch.allclose(got.values(), want.values(), rtol=1e-2, atol=2e-2)

@@ -20,7 +20,6 @@ from oper.rl_rec.data.interactions import (
     from_log,
     load_interactions,
 )
-from oper.rl_rec.off_policy.log import BanditColumns, load_bandit
 from tests.support import real_data
 
 Row = tuple[int, int, float, int]  # user, item, reward, time
@@ -335,26 +334,3 @@ def test_online_retail_without_the_rows_that_lack_a_customer(tmp_path: Path) -> 
     data = load_interactions(tmp_path / "data", DataOptions("CustomerID", "StockCode"))
     assert data.left_out["without user or item"] == 135_080
     assert (data.num_users - 1, data.num_items - 1, data.users.size) == (4087, 3154, 265_832)
-
-
-def test_movietweetings(tmp_path: Path) -> None:
-    source = real_data("movietweetings_142k/ratings.dat.gz")
-    preprocess(load_recipe("movietweetings"), [str(source)], tmp_path / "data", WHOLE)
-    data = load_interactions(tmp_path / "data")
-    assert data.users.size + sum(data.left_out.values()) == 141_695
-    counts = np.bincount(data.users), np.bincount(data.items)
-    assert min(counts[0][1:].min(), counts[1][1:].min()) >= 5
-    assert data.test.users.size > 1000
-
-
-def test_open_bandit(tmp_path: Path) -> None:
-    source = real_data("open_bandit/bts/women/women.csv.gz")
-    preprocess(load_recipe("open-bandit"), [str(source)], tmp_path / "data", WHOLE)
-    log = load_bandit(tmp_path / "data")
-    assert (log.actions.size, log.num_actions, log.num_positions) == (10_000, 46, 3)
-    assert log.context.shape == (10_000, 4)
-    assert 1e-7 < log.propensities.min() < log.propensities.max() < 0.97
-    assert log.rewards.sum() == pytest.approx(46, abs=10)
-    for wrong in (BanditColumns(action="x"), BanditColumns(propensity="x")):
-        with pytest.raises(InvalidInputError, match="column"):
-            load_bandit(tmp_path / "data", wrong)

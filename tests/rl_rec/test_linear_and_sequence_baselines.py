@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rec_support import invented, sequences, tastes
+from rec_support import invented, tastes
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import training_histories
@@ -131,30 +131,6 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
     assert torch.allclose(torch.bincount(ids, minlength=11)[1:] / 6000.0,
                           torch.full((10,), 0.1), atol=0.02)
     assert torch.allclose(sampler.log_expected(ids[:4]).exp(), torch.full((4,), 0.3))
-
-
-@pytest.mark.parametrize(("name", "loss", "negatives"), [
-    ("gru4rec", "softmax", 0), ("hstu", "softmax", 20), ("sasrec", "gbce", 20)])
-def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negatives: int) -> None:
-    """In the log, item n is always followed by item n + 1."""
-    torch.manual_seed(1)
-    batch = sequences([9] * 8, [2] * 8, num_items=30)
-    items = (torch.arange(1, 9)[:, None] * 3 + torch.arange(9)) % 29 + 1
-    batch = type(batch)(batch.users, items.reshape(-1), torch.ones(72), batch.lengths, batch.skip,
-                        batch.returns, times=torch.arange(72))
-    config = WORKLOADS[name].config(dim=16, layers=1, steps=7, window=3, dropout=0.0,
-                                    negatives=negatives, loss=loss)
-    model = WORKLOADS[name].build(config, replace(invented(), num_items=31), "cpu")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(400):
-        optimizer.zero_grad()
-        model(batch)[0].backward()
-        optimizer.step()
-    model.eval()
-    asked = Histories(torch.tensor([1, 2]), torch.tensor([5, 6, 20, 21]), torch.ones(4),
-                      torch.tensor([2, 2]), times=torch.arange(4))
-    best = model.scores(model.encode(asked), torch.arange(1, 31)).argmax(1) + 1
-    assert best.tolist() == [7, 22]
 
 
 def test_the_prior_of_recvae_is_a_density() -> None:

@@ -274,6 +274,7 @@ def test_open_bandit(tmp_path: Path) -> None:
     random, bts = both.rows(is_random), both.rows(~is_random)
     # Three of Thompson sampling's records have the random policy's propensity.
     assert (random.actions.size, bts.actions.size) == (10_003, 9_997)
+    assert (both.num_actions, both.num_positions, both.context.shape) == (46, 3, (20_000, 4))
     found = estimate(random, action_shares(random, bts))
     own = bootstrap(bts.rewards)
     for value in (found.intervals[n] for n in ("snips", "dr", "switch-dr", "dros")):
@@ -285,6 +286,9 @@ def test_open_bandit(tmp_path: Path) -> None:
         random.rewards.mean(), rel=1e-6)
     with pytest.raises(InvalidInputError, match="groups of an action"):
         load_bandit(tmp_path / "obd", BanditColumns(group="user_feature_0"))
+    for wrong in (BanditColumns(action="x"), BanditColumns(propensity="x")):
+        with pytest.raises(InvalidInputError, match="column"):
+            load_bandit(tmp_path / "obd", wrong)
 
 
 # ---- the simulated shop --------------------------------------------------------------------------

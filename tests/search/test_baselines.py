@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from oper.bench.core.launch import measured
-from oper.bench.core.report import report
-from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.search import evaluate, make_problem
 from oper.search.certificate.check import verify_plan
 from oper.search.explain.summary import replica_share
@@ -109,14 +107,6 @@ def test_lookups_between_hosts_are_pushed_if_that_sends_less():
         pulled = plan_problem(make_problem(made.tables, made.stats, topology, batch_size=4096,
                                            objective="inference", allow=EXECUTABLE))
         assert plan.step_us < (0.9 if pushes else 1.0001) * pulled.step_us
-
-
-def test_bench_skips_by_name_without_the_data(monkeypatch):
-    monkeypatch.delenv("OPER_DATA", raising=False)
-    case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
-    entry, = measured([case])
-    assert "OPER_DATA" in entry["skipped"]
-    assert case.name in report([entry], bench_plan.FIGURES)
 
 
 def test_power_law_statistics_add_up():

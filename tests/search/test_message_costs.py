@@ -17,7 +17,6 @@ from oper.messages import BITS, EXACT, MessageBits, number_bytes
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import EVERYTHING, evaluate, make_plan, make_problem, verify_plan
-from oper.search.cost.tally import Messages
 from oper.search.planner import plan_problem
 from oper.search.precision import ROW_TYPES, RowErrors, blocks_of, choose_dtypes
 from oper.search.problem.machine import TERMS, Term
@@ -41,80 +40,29 @@ from tests.support import pulled, pushed
 
 PAIRS = [(8, 8), (4, 4), (16, 16), (16, 8), (8, 32), (32, 8)]
 CROSS = (Term.CROSS_IN, Term.CROSS_OUT)
-IN_MODE = {"pull": pulled, "push": pushed}
 
 
-def hosts(bits: Any, objective: str = "training") -> tuple[Problem, list[np.ndarray]]:
-    """Three tables on two hosts of two ranks each."""
-    problem, chances = stated(gpus(4, per_host=2), objective)
-    return replace(problem, message_bits=MessageBits.parse(bits)), chances
-
-
-def one_table(mode: str, bits: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes by term and rank, in request, forward and update, of the table of 64 columns."""
-    problem, _ = hosts(bits)
-    problem = replace(problem, tables=(problem.table("t1"),))
-    plan = IN_MODE[mode](uniform_plan([problem.tables[0].spec], 4, "striped"))
-    request, forward, _, update = evaluate(plan, problem).phases
+def one_table(bits: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes by term and rank, in request, forward and update, of a pulled table of 64 columns on
+    two hosts of two ranks each."""
+    problem, _ = stated(gpus(4, per_host=2))
+    problem = replace(problem, tables=(problem.table("t1"),), message_bits=MessageBits.parse(bits))
+    request, forward, _, update = evaluate(
+        pulled(uniform_plan([problem.tables[0].spec], 4, "striped")), problem).phases
     return request.units, forward.units, update.units
 
 
 def test_message_bits_reduce_only_bytes_between_hosts() -> None:
-    exact = one_table("pull", 32)
+    exact = one_table(32)
     slot = 9 / 8  # bytes of a slot of 300 rows
     for bits, answer, gradient in (((8, 8), 72, 72), ((16, 16), 128, 128), ((8, 32), 72, 256),
                                    ((32, 16), 256, 128)):
-        found = one_table("pull", bits)
+        found = one_table(bits)
         for n, term in enumerate(TERMS):
             factor = (1.0, *((answer / 256, (gradient + slot) / (256 + slot)) if n in CROSS
                              else (1.0, 1.0)))
             for was, now, f in zip(exact, found, factor, strict=True):
                 assert now[n] == pytest.approx(f * was[n], rel=1e-12), (bits, term)
-
-
-def test_partial_sums_shrink_and_ids_do_not() -> None:
-    """Two ranks of the other host send an owner 9 bits, and one, for each id that it pools."""
-    exact, num_ids = one_table("push", 32), hosts(32)[0].table("t1").traffic.num_ids
-    for bits, factor in (((8, 8), 72 / 256), ((16, 16), 0.5)):
-        request, *answers = one_table("push", bits)
-        assert request[Term.CROSS_IN].min() > 0
-        assert request[Term.CROSS_IN].sum() == pytest.approx(2 * 10 / 8 * num_ids, rel=1e-9)
-        for now, was in zip(answers, exact[1:], strict=True):
-            assert now[Term.CROSS_IN] == pytest.approx(factor * was[Term.CROSS_IN], rel=1e-12)
-            assert now[Term.CROSS_IN].min() > 0
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_each_table_and_direction_has_its_own_bits(mode: str) -> None:
-    """Links between hosts carry the sum of each table's messages with its bits."""
-    bits = {"t0": (8, 16), "t1": (16, 8)}
-    problem, _ = hosts(bits)
-    plan = IN_MODE[mode](uniform_plan([t.spec for t in problem.tables], 4, "striped"))
-
-    def sent(names: list[str], message_bits: Any) -> list[np.ndarray]:
-        part = replace(plan, tables=tuple(plan.table(n) for n in names))
-        of = replace(problem, tables=tuple(problem.table(n) for n in names),
-                     message_bits=MessageBits.parse(message_bits))
-        return [p.units[list(CROSS)] for p in evaluate(part, of).phases]
-
-    alone = [sent([name], bits.get(name, 32)) for name in ("t0", "t1", "t2")]
-    for found, *each in zip(sent(["t0", "t1", "t2"], bits), *alone, strict=True):
-        assert found == pytest.approx(sum(each), rel=1e-12)
-    forward = 1  # the phase after `request`
-    assert alone[0][forward] == pytest.approx(24 / 64 * sent(["t0"], 32)[forward], rel=1e-12)
-    assert alone[1][forward] == pytest.approx(0.5 * sent(["t1"], 32)[forward], rel=1e-12)
-
-
-def test_sums_are_exact_in_each_direction() -> None:
-    problem, _ = hosts(32)
-    t = problem.table("t1")
-    for a in (32, 16, 8, 4):
-        for g in (32, 16, 8, 4):
-            m = Messages(MessageBits.parse({"t1": (a, g)}))
-            for width in (1, 2, 3, 16, 64):
-                assert m.sum_rows(t, width).tolist() == [
-                    4 * width, number_bytes(a, width), number_bytes(g, width)]
-            assert m.per_byte(t) @ [0, 256, 0] == number_bytes(a, 64)
 
 
 # ---- replays -------------------------------------------------------------------------------------

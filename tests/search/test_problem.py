@@ -92,15 +92,6 @@ def test_stripes_add_up_to_their_tier(in_order, period):
         assert shares[ROWS] == pytest.approx(expected)
 
 
-def test_stripes_of_hot_rows_are_exact_row_by_row():
-    table, stats = one_table(num_rows=300)
-    found = stats.tables["t"]
-    p = found.head_counts / found.num_accesses
-    shares = table.shares(0, 8, 4, True)  # the hottest rows are blocks of their own
-    for k in range(4):
-        assert shares[IDS, k] == pytest.approx(256 * (p[k] + p[k + 4]))
-
-
 def test_ids_without_order_are_followed_by_id():
     table, stats = one_table(num_rows=300, in_order=False)
     found = stats.tables["t"]
