@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,13 +43,14 @@ PAIRS = [(8, 8), (4, 4), (16, 16), (16, 8), (8, 32), (32, 8)]
 CROSS = (Term.CROSS_IN, Term.CROSS_OUT)
 
 
-def one_table(bits: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes by term and rank, in request, forward and update, of a pulled table of 64 columns on
-    two hosts of two ranks each."""
+def one_table(bits: Any, mode: Callable[[Plan], Plan] = pulled
+              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes by term and rank, in request, forward and update, of a table of 64 columns and 300 rows
+    on two hosts of two ranks each."""
     problem, _ = stated(gpus(4, per_host=2))
     problem = replace(problem, tables=(problem.table("t1"),), message_bits=MessageBits.parse(bits))
     request, forward, _, update = evaluate(
-        pulled(uniform_plan([problem.tables[0].spec], 4, "striped")), problem).phases
+        mode(uniform_plan([problem.tables[0].spec], 4, "striped")), problem).phases
     return request.units, forward.units, update.units
 
 
@@ -63,6 +65,13 @@ def test_message_bits_reduce_only_bytes_between_hosts() -> None:
                              else (1.0, 1.0)))
             for was, now, f in zip(exact, found, factor, strict=True):
                 assert now[n] == pytest.approx(f * was[n], rel=1e-12), (bits, term)
+
+
+def test_ids_of_pooled_rows_do_not_shrink() -> None:
+    """Two ranks of the other host send an owner 9 bits, and one, for each id that it pools."""
+    request, *_ = one_table((8, 8), pushed)
+    ids = stated(gpus(4, per_host=2))[0].table("t1").traffic.num_ids
+    assert request[Term.CROSS_IN].sum() == pytest.approx(2 * 10 / 8 * ids, rel=1e-9)
 
 
 # ---- replays -------------------------------------------------------------------------------------

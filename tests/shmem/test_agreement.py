@@ -190,8 +190,8 @@ def test_tables_follow_the_group_to_which_they_are_moved() -> None:
         _train(tables)
     fast["tables"].remove("second")
     _train(tables)
-    slow["lr"] = 10**400
-    with pytest.raises(InvalidInputError, match=r"lr of tables \['second'\]"):
+    fast["lr"] = 10**400
+    with pytest.raises(InvalidInputError, match=r"lr of tables \['first'\]"):
         _train(tables)
 
 
