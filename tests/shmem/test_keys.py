@@ -22,7 +22,7 @@ from oper.shmem.keys.places import (
 )
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
-from tests.references import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
+from tests.references import BUCKET, CANDIDATES, Oracle, first_row, hash_of
 from tests.world_support import run_world
 
 load()
@@ -254,15 +254,6 @@ def test_slots_of_many_keys(slots: int, num: int, seed: int) -> None:
         assert counts[mine & ~held].max(initial=-1) <= counts[mine & held].min()
 
 
-@given(st.lists(st.integers(SMALLEST, LARGEST), max_size=300), st.integers(SMALLEST, LARGEST))
-def test_every_int64_is_a_valid_key(keys: list[int], seed: int) -> None:
-    directory = Directory(1 << 12, DynamicTable(seed=seed))
-    found, _ = directory.update([keys])
-    assert set(found) == set(keys)
-    assert directory.rows(keys) == [found[k] for k in keys]
-    assert set(directory.records()) == set(keys)
-
-
 def test_keys_that_collide_while_they_are_numbered() -> None:
     """Keys with equal hashes in the de-duplication of a batch are counted like other keys."""
     rule = DynamicTable(eviction="lfu", seed=4)
@@ -279,39 +270,27 @@ def test_keys_that_collide_while_they_are_numbered() -> None:
     assert has_repeats == 1 and number > 30 and int((counts[:number] >> 32).sum()) == len(keys)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_more_ids_than_one_part_of_a_batch(world_size: int) -> None:
-    rule = DynamicTable()
-    directory, oracle = Directory(1_500, rule, world_size), Oracle(1_500, rule)
-    keys = np.random.default_rng(5).integers(-700, 700, 150_001).tolist()
-    for _ in range(2):
-        want = oracle.update(keys)
-        assert directory.update(dealt(keys, world_size))[0] == want
-        assert directory.records() == oracle.records()
-    parts = directory.find(keys, 0)[3]
-    assert parts[:, 1:3].tolist() == [[0, 1 << 16], [1 << 16, 1 << 17], [1 << 17, 150_001]]
-
-
 @pytest.mark.parametrize("rule", RULES[:6])
-def test_ranks_and_threads_change_no_record(rule: DynamicTable) -> None:
-    """Records are equal for 1, 2 and 4 ranks and 1 and 4 threads, under a load with evictions."""
-    rng = np.random.default_rng(1)
-    steps = [(rng.zipf(1.2, 20_000) % 60_000 * 7919 - 10**8).tolist() for _ in range(6)]
-    found = []
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("world_size, num_threads", [(1, 1), (1, 4), (2, 1), (4, 4)])
+def test_more_ids_than_one_part_of_a_batch(rule: DynamicTable, world_size: int, num_threads: int
+                                           ) -> None:
+    """Threads share the parts of a batch; rows are evicted."""
+    directory = Directory(1_000, rule, world_size)
+    oracle = Oracle(1_000, rule, row_seed(NAME, rule.seed))
+    rng, before, changes = np.random.default_rng(5), torch.get_num_threads(), np.zeros(4)
+    torch.set_num_threads(num_threads)
     try:
-        for world_size, n in ((1, 1), (1, 4), (2, 1), (4, 4)):
-            torch.set_num_threads(n)
-            directory = Directory(1_000, rule, world_size)
-            changes = sum(directory.update(dealt(keys, world_size))[1] for keys in steps)
-            found.append((directory.read(), directory.read(True), changes))
+        for step in range(3):
+            keys = (rng.zipf(1.1, 150_001) % 900 + 600 * step - 700).tolist()
+            want = oracle.update(keys)
+            found, changed = directory.update(dealt(keys, world_size))
+            changes += changed
+            assert found == want and directory.records() == oracle.records()
+        parts = directory.find(keys, 0)[3]
     finally:
-        torch.set_num_threads(threads)
-    assert found[0][2][0] > 0 and found[0][2][1:3].sum() > 0
-    for records, candidates, changes in found[1:]:
-        assert torch.equal(records, found[0][0])
-        assert torch.equal(candidates, found[0][1])
-        assert (changes == found[0][2]).all()
+        torch.set_num_threads(before)
+    assert parts[:, 1:3].tolist() == [[0, 1 << 16], [1 << 16, 1 << 17], [1 << 17, 150_001]]
+    assert changes[0] > 0 and changes[1:3].sum() > 0
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -371,17 +350,6 @@ def test_colliding_candidates_stay_in_their_bucket() -> None:
     assert int((directory.read(True)[:, 2] >= 0).sum()) <= CANDIDATES
     directory.update([[victim] * 2])
     assert directory.rows([victim]) != [0]
-
-
-def test_directories_of_one_slot() -> None:
-    directory = Directory(1, DynamicTable(eviction="lfu"))
-    for step in range(1, 4):
-        found, changes = directory.update([[LARGEST] * 1000])
-        assert found == ({LARGEST: 1} if step == 1 else {})
-        assert directory.read().tolist() == [[LARGEST, 1000 * step, step]]
-    found, changes = directory.update([[SMALLEST, 0], [0]])  # the one that is there more often
-    assert found == {0: 1} and changes.tolist() == [1, 1, 0, 1]
-    assert directory.rows([LARGEST, SMALLEST, 0]) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("slots, size, steps", [(10_000, 20_000, 50), (10_000_000, 200_000, 500)])
@@ -487,21 +455,6 @@ def test_new_rows(key: int, seed: int, dim: int) -> None:
     assert np.array_equal(got[0].numpy(), first_row(key, seed, dim, 0.25))
     assert torch.equal(got[0], got[1])  # wherever it is
     assert float(got.abs().max()) <= 0.25
-
-
-def test_new_rows_are_uniform() -> None:
-    values = OPS.keys_draw(torch.arange(4000) * 977 - 10**6, 3, 16, 1.0).double()
-    assert abs(float(values.mean())) < 0.01
-    assert abs(float(values.var()) - 1 / 3) < 0.01
-    assert values.unique().numel() > 0.99 * values.numel()
-
-
-def test_hash_spreads_over_buckets() -> None:
-    """Consecutive and multiplied keys fill buckets evenly."""
-    for stride in (1, 128, 1 << 40):
-        counts = np.bincount([hash_of(k * stride, 0) * 100 >> 64 for k in range(20_000)])
-        assert counts.max() < 300 and counts.min() > 120, stride
-    assert len({hash_of(k, 1) for k in range(1000)}) == 1000 and hash_of(0, 0) & MASK == 0
 
 
 @pytest.mark.parametrize("fields", [
