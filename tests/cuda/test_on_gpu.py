@@ -119,6 +119,7 @@ def test_rows_in_host_memory(emulation: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setattr(rs, "ShardedTables", device_tables)
     case = rs.Case((TableSpec("t", 40_000_000, 32, ("a",), "sum", "float32", "sgd"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0))
     ids = torch.tensor([0, 1, 33_554_431, 33_554_432, 39_999_999])
@@ -165,6 +166,34 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
     for name in host.specs:
         assert torch.equal(host.read(name), tables.read(name)), name
     host.close()
+    tables.close()
+
+
+def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> None:
+    case = rs.dlrm_case("rowwise_adagrad", base_batch=500)
+    plan = uniform_plan(case.tables, 1)
+    steps = rs.make_steps(case, 1, 12)
+    host = rs.train_virtual(case, plan, steps, OPTIMIZER)
+    emulation.setattr(rs, "ShardedTables", device_tables)
+    tables: Any = rs.open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    side = torch.cuda.Stream()
+    outputs, ahead = [], None
+    for k in range(len(steps)):
+        (batch,) = steps[k]
+        if ahead is None:
+            ahead = moved(batch.lookup(case), tables.device)
+        now, ahead = ahead, None
+        if k + 1 < len(steps):
+            with torch.cuda.stream(side):
+                ahead = tables.resolve(steps[k + 1][0].lookup(case))
+        out = tables._tables.lookup(now)
+        rs.rank_loss(out, batch.target.cuda()).backward()
+        outputs.append(out.detach())
+    tables.barrier()
+    for k, out in enumerate(outputs):
+        torch.testing.assert_close(out.cpu(), host.outputs[k][0], rtol=1e-5, atol=1e-5)
+    for name, weight in host.weights.items():
+        torch.testing.assert_close(tables.read(name), weight, rtol=1e-5, atol=1e-5)
     tables.close()
 
 
