@@ -28,6 +28,7 @@ _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
 _NARROW = 1 << 32  # ids and counts have 4 bytes each while ids and accesses are below
 _LEAST_ENTRIES = 1 << 12  # a table with memory for fewer takes no ids
+_MANY = 1 << 18    # ids in later runs that are not yet worth a merge
 _STEP = 64         # ids that a table takes together when it is almost full
 _HASHED = 1 << 16  # ids that are hashed at once, which stay in the processor's cache
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -72,13 +73,13 @@ def _capacity(max_bytes: int, kind: np.dtype[Any]) -> int:
 class CountTable:
     """Counts of non-negative ids, as sorted runs of ids and their counts.
 
-    Each run is at least twice as long as the next one. An id takes 8 bytes, or 16 once ids or
-    accesses exceed 32 bits. `purge` makes space by the method of Misra and Gries
-    ("Finding repeated elements", 1982), applied to many ids at a time (Anderson et al., "A
-    high-performance algorithm for identifying frequent items in data streams", 2017).
+    All runs are merged into the first one when the others have an eighth of its length. An id takes
+    8 bytes, or 16 once ids or accesses exceed 32 bits. `purge` makes space by the method of Misra
+    and Gries ("Finding repeated elements", 1982), applied to many ids at a time (Anderson et al.,
+    "A high-performance algorithm for identifying frequent items in data streams", 2017).
 
     Attributes:
-        max_bytes: memory limit; a merge takes up to as much again.
+        max_bytes: memory limit; a merge takes up to one and a half times as much again.
         error: upper limit of the amount that `purge` has subtracted from any count.
     """
 
@@ -95,20 +96,18 @@ class CountTable:
         return self._merged()[0].size
 
     def _merged(self) -> Counts:
-        """Merge all runs to one and return it."""
-        while len(self._runs) > 1:
-            self._merge_last()
-        return self._runs[0] if self._runs else (np.zeros(0, self._kind),) * 2
-
-    def _merge_last(self) -> None:
-        """Merge the last run into the one before."""
-        ids, counts = self._runs.pop()
-        known, sums = self._runs[-1]
-        at, is_known = _find(known, ids)
-        sums[at[is_known]] += counts[is_known]
-        if not is_known.all():
-            self._runs[-1] = (np.insert(known, at[~is_known], ids[~is_known]),
-                              np.insert(sums, at[~is_known], counts[~is_known]))
+        """Merge all runs into the first one and return it."""
+        if not self._runs:
+            return np.zeros(0, self._kind), np.zeros(0, self._kind)
+        known, sums = self._runs[0]
+        if len(self._runs) > 1:
+            ids, counts = merge_counts(self._runs[1:])
+            at, is_known = _find(known, ids)
+            sums[at[is_known]] += counts[is_known]
+            known = np.insert(known, at[~is_known], ids[~is_known])
+            sums = np.insert(sums, at[~is_known], counts[~is_known])
+            self._runs = [(known, sums)]
+        return known, sums
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
         """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments integers [N].
@@ -124,14 +123,14 @@ class CountTable:
         ids = ids.astype(self._kind, copy=False)
         counts = None if counts is None else counts.astype(self._kind, copy=False)
         taken, run = ids.size, _counted(ids, counts)
-        if sum(known.size for known, _ in self._runs) + run[0].size + _STEP > _capacity(
-                self.max_bytes, self._kind):
+        sizes = [known.size for known, _ in self._runs] + [run[0].size]
+        if sum(sizes) + _STEP > _capacity(self.max_bytes, self._kind):
             taken = self._fitting(ids)
             run = _counted(ids[:taken], None if counts is None else counts[:taken])
         if taken:
             self._runs.append(run)
-        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
-            self._merge_last()
+        if sum(sizes[1:]) > max(_MANY, sizes[0] // 8):
+            self._merged()
         return taken
 
     def _widen(self) -> bool:
