@@ -181,18 +181,6 @@ def test_bytes_between_domains_are_counted_by_row() -> None:
     assert found.transfer_us(links) == pytest.approx(busiest / (2 * 0.5 * 1e3))
 
 
-def test_positions_of_the_old_plan_are_used(old_plan: Plan) -> None:
-    """The relabelled problem has each row at its position in the plan."""
-    from oper.replanning.decision import _by_position
-
-    entry, found = old_plan.table("a"), stats(11).tables["a"]
-    moved = _by_position(found, entry, 2)
-    directory = TableDirectory(entry, 2)
-    by_id = dict(zip(directory.position_of(found.head_ids).tolist(), found.head_counts.tolist(),
-                     strict=True))
-    assert by_id == dict(zip(moved.head_ids.tolist(), moved.head_counts.tolist(), strict=True))
-
-
 def test_plans_that_cannot_be_priced_are_refused(old_plan: Plan) -> None:
     by_hand = replace(old_plan, batch_size=0, step_us=0.0, lower_bound_us=0.0)
     with pytest.raises(InvalidInputError, match="batch_size"):

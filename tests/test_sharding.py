@@ -62,13 +62,6 @@ def test_only_the_named_modules() -> None:
     assert model.users is users and type(model.items[0]).__name__ == "ShardedEmbeddingBag"
 
 
-def test_a_collection_itself_gives_a_new_module() -> None:
-    module = bag()
-    sharded = oper.shard(module, plan=plan(("weight", 20, 4)), optimizer=SGD)
-    assert sharded is not module
-    assert torch.equal(sharded.state_dict()["weight"], module.weight)
-
-
 def test_tables_of_one_name_in_two_collections() -> None:
     torchrec = pytest.importorskip("torchrec")
 
@@ -179,9 +172,7 @@ def test_a_path_that_does_not_exist_or_holds_no_table() -> None:
         oper.shard(nn.Linear(3, 3), modules=["users"], optimizer=SGD)
 
 
-def test_objectives() -> None:
-    with pytest.raises((InvalidInputError, PlanError), match="serving"):
-        oper.shard(Model(), objective="serving", optimizer=SGD)
+def test_inference_needs_no_optimizer_and_gives_no_gradients() -> None:
     model = oper.shard(Model(), plan=plan(*MODEL_PLAN), objective="inference")
     assert not model.users(torch.tensor([[1, 2]])).requires_grad
 
@@ -313,12 +304,6 @@ def test_a_forked_child_reads_and_changes_nothing() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(sharded.state_dict()["weight"], before)
     passed.sum().backward()
-
-
-def test_a_topology_by_name() -> None:
-    stats = oper.collect([{"": (torch.tensor([1, 2]), torch.tensor([2]))}], bag())
-    sharded = oper.shard(bag(), stats, topology="this-host", optimizer=SGD)
-    sharded(torch.tensor([[1, 2]])).sum().backward()
 
 
 def test_names_instead_of_tables_are_refused() -> None:

@@ -288,15 +288,6 @@ def test_bars_beyond_the_limit_are_dropped_and_counted(tmp_path: Path,
     assert len(bars) == 20 and trace["otherData"]["lost_spans"] == 2 * 3 * len(PHASES) - 20
 
 
-def test_kernels_keep_at_most_the_requested_spans(tmp_path: Path) -> None:
-    model = two_bags()
-    model.a.tables.trace_phases(4)
-    train(model, 1)
-    spans, lost = model.a.tables.take_spans()
-    assert [s.name for s in spans] == list(PHASES[:4]) and lost == 2
-    assert all(s.begin_ns <= s.end_ns and s.thread == threading.get_native_id() for s in spans)
-
-
 @pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9), 5])
 def test_invalid_ranges_of_steps_are_refused(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="first <= last"):

@@ -1,6 +1,5 @@
 """The cluster benchmark: emulated hosts, its cases, and the cleanup after it is killed."""
 
-import itertools
 import os
 import select
 import signal
@@ -21,7 +20,7 @@ from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.comparisons import FewerBits, LinkChange, Overlap, ReplicaGroupsCase
 from oper.bench.cluster.contenders import Contender, Planned
-from oper.bench.cluster.network import Links, OnHosts, WithWorkload, cluster, why_no_quota, why_not
+from oper.bench.cluster.network import Links, OnHosts, cluster, why_no_quota, why_not
 from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.core import record, workload
 from oper.bench.core.launch import measured
@@ -304,28 +303,3 @@ def test_totals_count_predicted_contenders_only() -> None:
     assert found["worst_error"] == pytest.approx(155 / 300, abs=1e-3)
     assert found["ordered"] == pytest.approx(4 / 5) and found["num_ordered_pairs"] == 5
     assert grid.totals([])["ordered"] is None
-
-
-def test_the_grid() -> None:
-    every = grid.cases(False)
-    every = [c for c in every if isinstance(c, WithWorkload)]  # not those with a log
-    counted = [c for c in every if c.in_grid]
-    assert len([c for c in counted if c.objective == "training"]) == 27
-    lookups = [c for c in counted if c.objective == "inference"]
-    assert len(lookups) == 9 and all(c.links.num_hosts == 4 and c.memory_share == 0.5
-                                     for c in lookups)
-    assert len({c.name for c in every}) == len(every)
-    assert all(c.work.batch_size == 4096 and len(c.work.num_rows) == 26 and
-               max(c.work.num_rows) == 200_000 for c in every)
-    shapes = [c.shape for c in every]  # cases of one cluster follow each other
-    assert len(set(shapes)) == 1 + sum(a != b for a, b in itertools.pairwise(shapes))
-
-
-def test_bags_of_several_lengths() -> None:
-    ids = workload.batch_ids(TINY, 0, 2, 0)
-    assert ids.shape == (3, 128 * 4) and (ids[1] == workload.NO_ID).sum() == 128 * 3
-    bags = workload.bags_of(TINY, ids)
-    assert [b.size for b, _ in bags] == [512, 128, 512]
-    kjt = workload.make_kjt(TINY, ids)
-    assert kjt.values().tolist() == np.concatenate([b for b, _ in bags]).tolist()
-    assert kjt.lengths().tolist() == np.concatenate([x for _, x in bags]).tolist()

@@ -397,24 +397,6 @@ def test_queries_are_sent_again_and_failures_are_counted() -> None:
             thread.join()
 
 
-def test_cases_have_the_names_that_are_asked_for() -> None:
-    for quick in (False, True):
-        names = [c.name for c in serve.cases(quick)]
-        assert {"forward-pool1", "forward-pool20", "server-10ms", "publish", "soak"} <= set(names)
-    full: Any = {c.name: c for c in serve.cases(False)}
-    assert full["soak"].seconds == 600
-    assert full["publish"].swaps >= 50
-
-
-@pytest.mark.parametrize("file", ["serve.json", "serve-server.json"])
-def test_the_report_reads_a_record(file: str) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / file
-    entries = json.loads(path.read_text())["cases"]
-    text = report(entries, serve.FIGURES)
-    for entry in entries:
-        assert entry["name"] in text
-
-
 def test_forwards_are_measured_verified_and_compared_with_torchrecs_plans() -> None:
 
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
@@ -21,6 +18,7 @@ from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.follow import Follower
 from oper.integration.checkpoint.saving import Restored
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
+from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
 
 
@@ -341,12 +339,9 @@ def test_training_continues_while_a_delta_is_written(tmp_path: Path, monkeypatch
 
 
 def test_deltas_are_loaded_into_tables_that_are_not_trained(tmp_path: Path) -> None:
-    def bags(**options: Any) -> nn.Module:
-        return oper.shard(EmbeddingBagCollection([EmbeddingBagConfig(
-            name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])]), **options)
-
-    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
-    model, reader = bags(optimizer=oper.SGD(lr=0.1)), bags(objective="inference")
+    batch = kjt(torch.tensor([1, 2]))
+    model, reader = (oper.shard(collection(), **options) for options in (
+        {"optimizer": oper.SGD(lr=0.1)}, {"objective": "inference"}))
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
         saver.save_full(0)
         model(batch).values().sum().backward()

@@ -187,14 +187,8 @@ def test_a_state_dict_of_another_table_is_refused() -> None:
 
 def test_collection_of_dynamic_and_static_tables() -> None:
     """One KJT with keys and ids trains like two collections, one dynamic and one static."""
-    def collection(names: str) -> Any:
-        torch.manual_seed(0)
-        return torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(
-            num_embeddings=30, embedding_dim=4, name=n, feature_names=[f"f_{n}"])
-            for n in names], device=torch.device("cpu"))
-
-    both = collection("abc")
-    apart = {n: collection(n) for n in "abc"}
+    both = module_support.collection("abc", 30)
+    apart = {n: module_support.collection(n, 30) for n in "abc"}
     for n, one in apart.items():
         one.load_state_dict({k: v for k, v in both.state_dict().items() if f".{n}." in k})
     rule = oper.DynamicTable(init_bound=0.5)

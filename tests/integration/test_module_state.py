@@ -14,7 +14,6 @@ import pytest
 import torch
 import torchrec
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -190,15 +189,14 @@ def _wrapped(rank: int, world_size: int) -> bool:
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-    inner = torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(
-        name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])], is_weighted=True)
     model = shard(nn.Sequential(FeatureProcessedEmbeddingBagCollection(
-        inner, PositionWeightedModuleCollection({"f": 10}, torch.device("cpu")))))
+        collection("t", is_weighted=True),
+        PositionWeightedModuleCollection({"f_t": 10}, torch.device("cpu")))))
     parallel = DistributedModelParallel(model, device=torch.device("cpu"))
     names = [n for n, _ in parallel.named_parameters()]
     before = {n: p.detach().clone() for n, p in parallel.named_parameters()}
     ids = torch.tensor([1, 2 + rank])
-    parallel(KJT(["f"], ids, lengths=torch.tensor([2]))).values().sum().backward()
+    parallel(KJT(["f_t"], ids, lengths=torch.tensor([2]))).values().sum().backward()
     (table,) = [n for n in names if n.endswith("embedding_bags.t.weight")]
     after = dict(parallel.named_parameters())[table].detach().clone()
     return bool((after != before[table]).any(dim=1).nonzero()[:, 0].tolist() == [1, 2, 3])
@@ -357,37 +355,21 @@ MOST_FRAMES, MOST_FILES = 5, 3
 FIGURE = Path(__file__).resolve().parents[2] / "docs/assets/calls.svg"
 
 
-def bags() -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """A collection of three tables, and its input."""
-    names = ["a", "b", "c"]
-    collection = EmbeddingBagCollection(tables=[
-        EmbeddingBagConfig(name=f"table_{name}", num_embeddings=20, embedding_dim=8,
-                           feature_names=[name]) for name in names])
-    features = KeyedJaggedTensor.from_lengths_sync(
-        names, torch.arange(24) % 20, torch.full((12,), 2))
-    return collection, (features,)
-
-
-def small_bag() -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """One module of torch, and its input."""
-    return torch.nn.EmbeddingBag(20, 8, mode="sum"), (torch.arange(8).view(4, 2),)
-
-
-@pytest.mark.parametrize("make", [bags, small_bag])
-def test_number_of_python_calls_per_step(make: Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]
-                                         ) -> None:
-    module, inputs = make()
-    model = oper.shard(torch.nn.Sequential(module), optimizer=oper.RowWiseAdagrad(lr=0.1))
+@pytest.mark.parametrize("module, inputs", [
+    (collection("abc"), kjt(torch.arange(24) % 10, ("f_a", "f_b", "f_c"))),
+    (bag(), torch.arange(8).view(4, 2))], ids=["collection", "bag"])
+def test_number_of_python_calls_per_step(module: nn.Module, inputs: Any) -> None:
+    model = shard(nn.Sequential(module), optimizer=oper.RowWiseAdagrad(lr=0.1))
 
     def values(out: Any) -> torch.Tensor:
         return out if isinstance(out, torch.Tensor) else out.values()
 
     for _ in range(2):  # the contents after the first batches
-        out = values(model(*inputs))
+        out = values(model(inputs))
         out.backward(torch.ones_like(out))
     with torch.no_grad():
-        _, read = frames_of(lambda: model(*inputs))
-    out, forward = frames_of(lambda: values(model(*inputs)))
+        _, read = frames_of(lambda: model(inputs))
+    out, forward = frames_of(lambda: values(model(inputs)))
     gradient = torch.ones_like(out)
     before = model[0].tables.num_steps
     _, backward = frames_of(lambda: out.backward(gradient))
@@ -395,7 +377,7 @@ def test_number_of_python_calls_per_step(make: Callable[[], tuple[torch.nn.Modul
     for name, seen in (("read", read), ("forward", forward), ("backward", backward)):
         assert 0 < len(seen) <= MOST_FRAMES, (name, seen)
         assert len({file for file, _ in seen}) <= MOST_FILES, (name, seen)
-    if make is bags:
+    if isinstance(module, torchrec.EmbeddingBagCollection):
         calls = [*forward, *backward]
         for (file, function), (shown_file, shown) in zip(calls, figure(), strict=True):
             assert Path(file).name == shown_file and function.endswith(shown), (function, shown)

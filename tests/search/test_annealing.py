@@ -153,13 +153,6 @@ def test_short_searches_come_close_to_the_relaxed_solution() -> None:
     assert np.mean(steps) < 1.15 * bound.lower_bound_us
 
 
-def test_equal_seeds_give_equal_layouts() -> None:
-    annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
-    one, again, other = (annealed.run(5_000, 0.0, s) for s in (3, 3, 4))
-    assert one.parts == again.parts and one.step_us == again.step_us
-    assert one.parts != other.parts
-
-
 @pytest.mark.parametrize("slow", [0, 4])
 def test_a_continued_run_is_never_worse(slow: int) -> None:
     better = 0

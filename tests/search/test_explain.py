@@ -72,17 +72,6 @@ def test_summary_prints_the_evaluation():
     assert "replicas: " in text and "assumed constants" in text
 
 
-def test_per_rank_terms_add_up_to_the_rank_total():
-    plan, stated = planned(host(2))
-    text = summary(plan, stated)
-    part = text[text.index("forward, per rank"):].splitlines()
-    assert part[1].split() == ["rank", "total", "us", "memory", "us", "compute", "us", "memory",
-                               "bytes"]
-    for line in part[2:4]:
-        _, total, memory, compute = line.split()[:4]
-        assert float(total) == pytest.approx(float(memory) + float(compute), abs=0.11)
-
-
 def test_many_ranks_are_summarised():
     plan, stated = planned(gpus(32), "inference")
     text = summary(plan, stated)
@@ -500,10 +489,10 @@ def test_inference_overlaps_lookups_with_dense_compute() -> None:
     Schedule(True), Schedule(True, True, 25.0, 3), Schedule(False, False, 25.0, 2)])
 def test_the_trace_is_well_formed(schedule: Schedule, tmp_path) -> None:
     timeline = run([STEP] * 5, schedule, 2)
-    trace = timeline.to_json()
+    timeline.write_trace(tmp_path / "t.json")
+    trace = read_trace(tmp_path / "t.json")
     lanes: dict[tuple[int, int], float] = {}
     for e in trace["traceEvents"]:
-        assert e["ph"] in ("M", "X")
         if e["ph"] == "X":
             at = (e["pid"], e["tid"])
             # Intervals of a lane do not overlap.
@@ -514,35 +503,9 @@ def test_the_trace_is_well_formed(schedule: Schedule, tmp_path) -> None:
     assert max(lanes.values()) <= timeline.ends_us[-1] + 2e-3
     named = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert "lookups" in named
-    timeline.write_trace(tmp_path / "t.json")
-    assert read_trace(tmp_path / "t.json") == json.loads(json.dumps(trace))
 
 
 def test_schedules_are_checked() -> None:
     for bad in ({"dense_us": -1.0}, {"dense_us": float("nan")}, {"in_flight": 0}):
         with pytest.raises(InvalidInputError, match=next(iter(bad))):
             Schedule(True, **bad)
-
-
-def test_compute_and_directories_of_keys_are_counted() -> None:
-    """Each rank finds its ids; the ranks of a host count and insert the keys of all ranks; every
-    rank sends its keys to each rank of its host, or one rank of the other."""
-    costs = Costs(id_ns=3.0, key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0)
-    domain = host(2).domains[0]
-    static, chances = stated(
-        Topology("two hosts", (domain, replace(domain, ranks=(2, 3), host=1)), costs))
-    plan = random_plan(static, np.random.default_rng(1), ("striped",))
-    batch: list[RankBatch] = [{"f0": Bags(np.array(ids, np.int64), np.array([len(ids)]))}
-                              for ids in ([5, 5, 0, 7], [0, 0], [9], [])]
-    ids, known, missed = np.array([[4, 2, 1, 0], [2, 0, 1, 0], [1, 2, 0, 0]])
-    before, after = ({x.name: x.units for x in RealizedLoad(plan, p).step(batch).phases}
-                     for p in (static, dynamic(static, chances)))
-    assert before["forward"][Term.COMPUTE] == pytest.approx(3 * ids)
-    assert after["forward"][Term.COMPUTE] == pytest.approx((3 + 20) * ids)
-    update, sent = after["update"] - before["update"], 8 * (known + missed) / 2
-    assert update[Term.COMPUTE] == pytest.approx([(19 * 3 + 630 * 3) / 2] * 4)
-    first, second = sent[:2].sum(), sent[2:].sum()
-    # Keys are received in memory, and read there for messages to the two ranks of the other host.
-    assert update[Term.MEMORY] == pytest.approx(np.repeat([first, second], 2) + 2 * sent)
-    assert update[Term.CROSS_OUT] == pytest.approx(2 * sent)
-    assert update[Term.CROSS_IN] == pytest.approx(np.repeat([second, first], 2))

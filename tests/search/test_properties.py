@@ -14,19 +14,16 @@ from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import COPIES
 from oper.search.cost.tally import Row
 from oper.search.explain.what_if import compare
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import Node
-from oper.search.problem.constraints import TableConstraint, parse_constraints, violations
+from oper.search.problem.constraints import parse_constraints, violations
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.pins import impose
 from oper.search.problem.space import ACROSS_HOSTS, executed_space, used_features
-from oper.search.problem.statement import TOUCHED, Problem
+from oper.search.problem.statement import Problem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.copies import spread_copies
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -261,24 +258,6 @@ def test_copy_sets_have_one_rank_of_every_host():
     assert copy_sets(CostModel(problem(1, 0, gpus(3, per_host=1))).machine) == []
 
 
-@pytest.mark.parametrize("objective", ["training", "inference"])
-@pytest.mark.parametrize("name", ["gpus", "processes"])
-def test_relaxed_copies_consume_as_in_the_cost_model(name, objective):
-    """Class means on hosts of equal ranks, which do not depend on the set that has the copies."""
-    stated = problem(2, 4, TOPOLOGIES[name], objective, allow=PER_HOST)
-    model = CostModel(stated)
-    relaxation = Relaxation(model)
-    option = [o.kind for o in relaxation.options].index(COPIES)
-    for k, t in enumerate(relaxation.tables):
-        rows = t.spec.num_rows
-        for ranks in copy_sets(model.machine):
-            tier = Tier(0, rows, "replicated", ranks)
-            tally = model.tally(t, (Piece(0, t.spec.dim, (tier,)),), True)
-            asked = relaxation.rows.of_tally(tally)
-            expected = t.total @ relaxation.coefficients[k, option]
-            assert expected == pytest.approx(asked, rel=1e-9, abs=1e-9)
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["gpus", "processes"]),
        st.sampled_from(["training", "inference"]))
@@ -311,22 +290,6 @@ def test_copies_reduce_bytes_between_hosts(topology):
               if x.placement == "replicated" and len(x.ranks) < saved.world_size]
     assert all(sorted(hosts[list(r)].tolist()) == [0, 1] for r in copies)
     assert {r for ranks in copies for r in ranks} == set(range(saved.world_size))  # dealt
-
-
-def test_copies_are_distributed_evenly():
-    stated = problem(6, 2, gpus(8, per_host=4), allow=PER_HOST)
-    relaxation = Relaxation(CostModel(stated))
-    model, first = relaxation.model, copy_sets(relaxation.model.machine)[0]
-    placements = [(Piece(0, t.spec.dim, (Tier(0, t.spec.num_rows, "replicated", first),)),)
-                  for t in stated.tables]
-    load = {s: 0.0 for s in copy_sets(model.machine)}
-    for t, (piece,) in zip(stated.tables, spread_copies(relaxation, placements), strict=True):
-        edges = [x.start for x in piece.tiers] + [piece.tiers[-1].stop]
-        assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] == t.spec.num_rows
-        assert [x.stop for x in piece.tiers[:-1]] == edges[1:-1]
-        for x in piece.tiers:
-            load[x.ranks] += t.features(x.start, x.stop, True)[TOUCHED] * t.spec.row_bytes
-    assert max(load.values()) <= 1.35 * np.mean(list(load.values()))
 
 
 def test_default_space_by_topology():
@@ -415,16 +378,3 @@ def test_a_pin_that_does_not_fit_is_named():
     pin = {"rows": [1, spec.num_rows], "place": "owned", "ranks": [1]}
     with pytest.raises(PlanInfeasibleError, match="constraints on some rows of tables"):
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
-
-
-def test_imposed_tiers_cover_the_same_rows():
-    _, problem = stated(None)
-    plan = plan_problem(problem)
-    held = TableConstraint(pinned=(Tier(3, 40, "owned", (2,)),), unreplicated=((0, 1), (50, 60)))
-    for entry in plan.tables:
-        if entry.table.num_rows < 60:
-            continue
-        for piece in impose(held, entry.pieces):
-            ends = [(x.start, x.stop) for x in piece.tiers]
-            assert ends[0][0] == 0 and ends[-1][1] == entry.table.num_rows
-            assert all(a[1] == b[0] for a, b in pairwise(ends))

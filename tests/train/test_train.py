@@ -177,16 +177,6 @@ def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str, cross_
     assert len(crossed) == cross_layers
 
 
-def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "oper",
-         *words(prepared, tmp_path, stats=prepared.stats, max_steps=3), "--set",
-         "tables_on=meta"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "steps: 3" in done.stdout and done.stdout.count("written:") == 1
-
-
 def test_interrupt_keeps_the_state(prepared: Prepared, tmp_path: Path) -> None:
     ranks = start_ranks(words(prepared, tmp_path, stats=prepared.stats, epochs=10_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and lines(tmp_path))
