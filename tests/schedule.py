@@ -119,8 +119,6 @@ NIGHTLY = (
             "tests/shmem/test_publication.py; test_contenders_score_alike_and_answer_every_query"),
     Nightly("tests/bench/test_bench_plan.py::test_seeds_and_measured_machines",
             "test_record_and_table plans for the published machines"),
-    Nightly("tests/bench/test_bench_plan.py::test_one_file_to_write_and_to_resume_from_need_not_exist",
-            "test_a_failed_case_keeps_the_others_and_is_run_again_on_resume"),
     Nightly("tests/bench/test_bench_lookup.py::test_quality_on_a_log_that_drifts",
             "test_the_bytes_of_a_directory_are_those_it_takes; "
             "test_the_vocabulary_is_that_of_the_first_day"),
