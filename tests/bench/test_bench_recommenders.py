@@ -54,20 +54,6 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
 
 
-def test_stored_runs_are_reported_without_training(tmp_path: Path) -> None:
-    """``--seeds 0`` reports stored runs and trains nothing."""
-    write_log(tmp_path)
-    for seeds, cases in (("2", "*/last-two/popularity"), ("1", "*/time/popularity")):
-        run(tmp_path, cases, "--seeds", seeds)
-    (tmp_path / "runs" / "movietweetings-time-sasrec-0123.npz").write_bytes(b"of other sources")
-    entries, _ = run(tmp_path, "*", "--seeds", "0")
-    assert [(e["name"], [r["seed"] for r in e["runs"]]) for e in entries] == [
-        ("movietweetings/last-two/popularity", [1, 2]), ("movietweetings/time/popularity", [1])]
-    done = run_here("bench", "recommenders", "--seeds", "0", "--runs", str(tmp_path),
-                    env={"OPER_DATA": str(tmp_path)})
-    assert done.returncode == 1 and "no saved runs" in done.stderr
-
-
 def test_runs_on_another_log_are_not_used(tmp_path: Path) -> None:
     """They are not used even if the numbers of users, items and interactions are equal."""
     entries = []
@@ -181,6 +167,7 @@ def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -
         r["seed"] for r in entry["runs"]] == [1, 2]
     assert entry["runs"][0]["valid_ndcg@10"] == tried[k]["valid_ndcg@10"]  # EASE has no seed
     assert f"trial {k} of 4 chosen" in printed
+    (tmp_path / "runs" / "movietweetings-time-sasrec-0123.npz").write_bytes(b"of other sources")
     reported, _ = run(tmp_path, "*", "--search", "4", "--seeds", "0")
     assert [(e["name"], e["search"], e["metrics"]) for e in reported] == [
         (entry["name"], entry["search"], entry["metrics"])]
