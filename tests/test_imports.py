@@ -1,6 +1,8 @@
-"""The rules on imports and sizes, checked on every module of the package."""
+"""The rules on imports, sizes and start-up time, checked on every module of the package."""
 
 import ast
+import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +70,9 @@ MAX_PARAMETERS = 7
 MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search.planner.make_plan",
                    "oper.shmem.compiled.lookup_op", "oper.shmem.compiled.update_op",
                    "oper.shmem.compiled._"}
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
+
+
 def package_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] == ["rl_rec", "models"]:
@@ -236,6 +241,20 @@ def test_signatures_stay_small() -> None:
                     len(names) - (names[:1] in (["self"], ["cls"])))
     assert {at: count for at, count in counts.items()
             if count > MAX_PARAMETERS and at[0] not in MANY_PARAMETERS} == {}
+
+
+def test_import_is_fast_and_light() -> None:
+    """Processor time, the best of several processes, since the machine may be busy."""
+    code = ("import json, sys, time; t = time.process_time(); import oper; "
+            "print(json.dumps([time.process_time() - t, sorted(sys.modules)]))")
+    seconds = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
+                              text=True, check=True)
+        took, modules = json.loads(done.stdout)
+        seconds.append(took)
+        assert not set(HEAVY) & set(modules)
+    assert min(seconds) < 0.3
 
 
 def test_public_names_exist() -> None:

@@ -16,7 +16,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.errors import InvalidInputError
 from oper.rl_rec.data.interactions import DataOptions, Interactions, load_interactions
 from oper.rl_rec.harness import FitOptions, fit
-from oper.rl_rec.models.base import Histories
+from oper.rl_rec.models.base import Histories, Sequences
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.models.sqn import SQN
@@ -125,6 +125,50 @@ def test_advantages_weigh_after_a_third_of_training() -> None:
     never = model_of("sa2c", 13, actor="supervised")  # SNQN
     never.schedule(8, 9)
     assert not never.weigh
+
+
+BAIT, PATIENT, NOTHING = 1, 2, 3
+
+
+def world(count: int, steps: int, gamma: float) -> Sequences:
+    """Random items: the bait gives 1, then a step without reward; the patient item gives 0.85."""
+    items = torch.randint(1, 4, (count, steps))
+    rewards, spoilt = torch.zeros(count, steps), torch.zeros(count, dtype=torch.bool)
+    for t in range(steps):
+        gain = torch.where(items[:, t] == BAIT, 1.0, torch.where(items[:, t] == PATIENT, 0.85, 0.0))
+        rewards[:, t] = torch.where(spoilt, 0.0, gain)
+        spoilt = (items[:, t] == BAIT) & ~spoilt
+    returns = torch.zeros(count, steps + 1)
+    for t in reversed(range(steps)):
+        returns[:, t] = rewards[:, t] + gamma * returns[:, t + 1]
+    return Sequences(torch.arange(count), items.flatten(), rewards.flatten(),
+                     torch.full((count,), steps), torch.zeros(count, dtype=torch.int64),
+                     returns[:, :-1].flatten())
+
+
+def shares_of_best(name: str, gamma: float, **changes: Any) -> dict[int, float]:
+    """Return how often each item is ranked first after histories without the bait."""
+    model = model_of(name, 4, 1, dim=16, gamma=gamma, steps=6, window=0, targets="all",
+                     **changes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(250):
+        model.schedule(step, 250)
+        optimizer.zero_grad()
+        model(world(64, 6, gamma))[0].backward()
+        optimizer.step()
+    model.eval()
+    asked = Histories(torch.arange(4), torch.tensor([2, 2, 2, 3, 2, 3, 2]), torch.ones(7),
+                      torch.tensor([1, 2, 2, 2]))
+    best = model.scores(model.encode(asked), torch.arange(1, 4)).argmax(dim=1) + 1
+    return {item: float((best == item).float().mean()) for item in (BAIT, PATIENT, NOTHING)}
+
+
+def test_future_rewards_count() -> None:
+    """The log is uniform, so only values distinguish the items, and only future rewards distinguish
+    the patient item from the bait."""
+    assert shares_of_best("dqn", 0.5, q_negatives=0)[PATIENT] == 1
+    assert shares_of_best("dqn", 0.0, q_negatives=0)[BAIT] == 1
+    assert shares_of_best("sa2c", 0.5, q_negatives=1)[PATIENT] == 1
 
 
 # ---- graded rewards ------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search import evaluate, native
+from oper.search import evaluate, native, verify_plan
 from oper.search.branching import subspaces as subspaces_module
 from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
@@ -35,7 +36,7 @@ from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourho
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem, with_overlap
 from oper.search.relaxation.inequalities import APART, READER, SPREAD
-from oper.search.relaxation.pieces import LoadLimits
+from oper.search.relaxation.pieces import LoadLimits, Pieces
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import LOCAL
 from tests.search.oracle import relaxed_by_cvxpy
@@ -44,6 +45,7 @@ from tests.search.search_cases import (
     host,
     problem,
     recomputed,
+    tables_and_stats,
     with_host_memory,
 )
 from tests.search.test_branching import stated
@@ -165,6 +167,42 @@ def test_classes_that_may_own_nothing_do_not_weaken_the_bound() -> None:
         go, mass = np.insert(GO, at, np.inf, axis=1), np.insert([1.0, 0.3], at, 0.0)
         assert abs(least(SHARE, go, mass) - least(SHARE, GO, np.array([1.0, 0.3]))) < 1e-9
     assert abs(least(SHARE, GO, np.array([1.0, 0.3])) - 3) < 1e-6
+
+
+# ---- tables that need several owners, whose number is whole --------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Pieces:
+    specs, stats = tables_and_stats(4, 3, lengths=(4, 20, 50))
+    return Relaxation(CostModel(make_problem(specs, stats, gpus(4), batch_size=4096,
+                                             allow=EVERYTHING))).pieces
+
+
+@given(st.integers(0, 10**6), st.floats(0.02, 1.0), st.floats(1e-4, 1.0))
+def test_no_owners_of_a_share_send_less(pieces, seed, owner, share):
+    rng = np.random.default_rng(seed)
+    for k in range(4):
+        left, parts = share, []
+        while left > 1e-12:
+            parts.append(min(left, owner * rng.choice([1.0, rng.uniform(0.05, 1.0)])))
+            left -= parts[-1]
+        of = np.full(len(parts), k)
+        sent = pieces.sum_bytes(of, np.array(parts), np.full(len(parts), owner)).sum()
+        least = pieces.sum_bytes(np.array([k]), np.array([share]), np.array([owner]))[0]
+        assert least <= sent * (1 + 1e-8)
+        # And no fewer bytes than with fractional owners.
+        full = pieces.sum_bytes(np.array([k]), np.array([min(share, owner)]), np.array([owner]))[0]
+        assert least >= full * max(1.0, share / owner) * (1 - 1e-8)
+
+
+def test_sums_of_full_owners_and_a_partial_one(pieces):
+    def sums(share: float, owner: float) -> float:
+        return float(pieces.sum_bytes(np.array([0]), np.array([share]), np.array([owner]))[0])
+
+    assert sums(0.6, 0.3) == pytest.approx(2 * sums(0.3, 1.0))
+    assert sums(0.7, 0.3) == pytest.approx(2 * sums(0.3, 1.0) + sums(0.1, 1.0))
+    assert sums(0.7, 0.3) > sums(0.3, 1.0) * 0.7 / 0.3 * 1.01
 
 
 @pytest.mark.parametrize("num_options", [1, 2, 3])
@@ -328,6 +366,16 @@ def test_each_row_is_a_bound_that_some_plan_nearly_attains(name, objective):
     assert READER in close and SPREAD in close
     assert (APART in close) == (name not in ("unequal", "shared-uneven"))
     assert min(close.values()) > 0.7 and close[READER] > 0.99, close
+
+
+def test_owners_that_pool_in_inference_are_bounded_as_well(monkeypatch):
+    problem = stated(2, "hosts", objective="inference")
+    assert Relaxation(CostModel(problem)).inequalities
+    plan = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
+    assert verify_plan(plan, problem).certified
+    monkeypatch.setattr("oper.search.relaxation.inequalities.OwnerRows._rows", lambda *_: iter(()))
+    without = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
+    assert plan.lower_bound_us >= without.lower_bound_us * (1 - 1e-9)
 
 
 # ---- a distinguished host: several classes of ranks ----------------------------------------------

@@ -1,7 +1,8 @@
-"""The cost model compared with sums written by hand, and counts of random batches."""
+"""The cost model compared with sums written by hand, single units, and counts of random batches."""
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +12,20 @@ import pytest
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search import evaluate, make_problem
+from oper.search.certificate.leaf import Checker
+from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, REPLICATED, SHARD, row_makers
 from oper.search.cost.tally import KERNEL_WIDTHS
-from oper.search.problem.machine import Term
+from oper.search.problem.machine import GROUPS, Term
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TOUCHED, TOUCHED_ALL
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import ANY, LOCAL, WHOLE
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs
 from tests.search.search_cases import gpus, host, problem, random_plan
+from tests.search.test_branching import TOPOLOGIES, stated
 
 
 def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32):
@@ -32,13 +39,39 @@ def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32
 
 
 SLOT, REQUEST = 4, 4 + 1 / 8  # bytes of a row's number; of a pushed id, and a bit where bags begin
-FAR_REQUEST = 7 / 8  # the same between hosts
+FAR_SLOT, FAR_REQUEST = 6 / 8, 7 / 8  # the same between hosts, of 64 rows
 
 
 def plan_of(stated, *tiers, pieces=None):
     t = stated.tables[0].spec
     columns = pieces or (Piece(0, t.dim, tiers),)
     return Plan(stated.machine.world_size, (TablePlan(t, columns),), stated.objective)
+
+
+def test_striped_pull_moves_unique_rows_both_ways():
+    stated = flat(gpus(4, per_host=2))
+    t = stated.tables[0]
+    w, u = 64, t.total[TOUCHED]
+    _, forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3))),
+                                  stated).phases
+    # Each rank owns a quarter; one peer shares its host, two do not.
+    assert forward.units[Term.LINK_IN] == pytest.approx(np.full(4, u * w / 4))
+    assert forward.units[Term.CROSS_IN] == pytest.approx(np.full(4, u * w / 2))
+    assert forward.units[Term.LINK_OUT].sum() == pytest.approx(forward.units[Term.LINK_IN].sum())
+    assert update.units[Term.LINK_IN] == pytest.approx(np.full(4, u * (w + SLOT) / 4))
+    assert update.units[Term.CROSS_OUT] == pytest.approx(np.full(4, u * (w + FAR_SLOT) / 2))
+
+
+def test_cost_of_replicas():
+    """(W-1) w [u(B) + u(WB)] per step over all ranks, and nothing in the forward phase."""
+    stated = flat(gpus(4))
+    t = stated.tables[0]
+    forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 1, 2, 3))),
+                                  stated).phases
+    assert forward.units[2:].sum() == 0
+    wanted = 3 * (64 + SLOT) * (t.total[TOUCHED] + t.total[TOUCHED_ALL])
+    assert update.units[Term.LINK_IN].sum() == pytest.approx(wanted)
+    assert update.units[Term.LINK_OUT].sum() == pytest.approx(wanted)
 
 
 def test_changed_rows_follow_all_gradients():
@@ -58,6 +91,15 @@ def test_changed_rows_follow_all_gradients():
     assert refresh.units[Term.CROSS_OUT] == pytest.approx(wanted)
     assert refresh.time_us == pytest.approx(wanted[3] * 4 / 25e3) and not refresh.fixed_us
     assert sum(p.fixed_us for p in one.phases) == sum(p.fixed_us for p in two.phases)
+
+
+def test_replication_never_saves_bytes_in_training_but_does_in_inference():
+    for objective, fewer in (("training", False), ("inference", True)):
+        stated = flat(gpus(4), objective)
+        total = [sum(p.units[2:].sum() for p in evaluate(plan_of(stated, tier), stated).phases)
+                 for tier in (Tier(0, 64, "replicated", (0, 1, 2, 3)),
+                              Tier(0, 64, "striped", (0, 1, 2, 3)))]
+        assert (total[0] < total[1]) == fewer
 
 
 def test_no_link_bytes_inside_a_memory_domain():
@@ -116,6 +158,32 @@ def test_memory_counts_every_copy():
     assert one.domain_bytes == pytest.approx([64 * 64])  # one copy per domain, no state
 
 
+def test_push_sends_ids_and_one_partial_sum_per_bag_and_owner():
+    stated = flat(gpus(4), length=4)
+    t = stated.tables[0]
+    forward, _, update = evaluate(
+        plan_of(stated, Tier(0, 64, "owned", (2,), mode="push")), stated).phases
+    bags = t.traffic.num_bags
+    assert forward.units[Term.LINK_IN, 0] == pytest.approx(bags * 64)
+    assert forward.units[Term.LINK_OUT, 2] == pytest.approx(3 * bags * 64)
+    assert forward.units[Term.LINK_IN, 2] == pytest.approx(3 * t.total[IDS] * REQUEST)
+    assert update.units[Term.LINK_IN, 2] == pytest.approx(3 * bags * 64)
+    striped = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3), mode="push")),
+                       stated).phases[0]
+    each = t.traffic.bags_touching(0.25)
+    assert striped.units[Term.LINK_IN, 0] == pytest.approx(
+        3 * each * 64 + 3 * t.total[IDS] / 4 * REQUEST)
+    assert 4 * each > bags  # splitting by rows multiplies partial sums
+
+
+def test_two_pushed_tiers_of_one_owner_share_their_partial_sums():
+    stated = flat(gpus(4), length=4)
+    whole = evaluate(plan_of(stated, Tier(0, 64, "owned", (2,), mode="push")), stated)
+    halves = evaluate(plan_of(stated, Tier(0, 32, "owned", (2,), mode="push"),
+                              Tier(32, 64, "owned", (2,), mode="push")), stated)
+    assert halves.step_us == pytest.approx(whole.step_us)
+
+
 def test_columns_split_bytes_but_not_ids():
     stated = flat(gpus(4), length=4)
     tier = Tier(0, 64, "owned", (0,), mode="push")
@@ -171,6 +239,21 @@ def test_replicas_on_one_rank_per_host_serve_their_host():
     assert alone.units[Term.CROSS_IN] == pytest.approx([0, 0, u, u])
     owned = evaluate(plan_of(stated, Tier(0, 64, "owned", (0,))), stated).phases[-1]
     assert alone.units == pytest.approx(owned.units)
+
+
+@pytest.mark.parametrize("topology", [gpus(6, per_host=3), host(3), gpus(4, slow=2)],
+                         ids=["hosts", "host", "unequal"])
+def test_bytes_sent_equal_bytes_received(topology):
+    rng = np.random.default_rng(5)
+    for objective in ("training", "inference"):
+        stated = problem(3, 1, topology, objective, allow=EVERYTHING)
+        for _ in range(5):
+            plan = random_plan(stated, rng, ("replicated", "striped", "owned", "striped-push"), 2)
+            for phase in evaluate(plan, stated).phases:
+                total = phase.units.sum(axis=1)
+                assert total[Term.LINK_IN] == pytest.approx(total[Term.LINK_OUT])
+                assert total[Term.CROSS_IN] == pytest.approx(total[Term.CROSS_OUT])
+                assert (phase.units >= 0).all()
 
 
 def test_cutting_a_tier_in_two_changes_nothing():
@@ -234,6 +317,84 @@ def test_only_the_owner_of_an_entire_pushed_table_sends_no_requests() -> None:
     assert forward == pytest.approx([0.0, 64.0]) and backward == pytest.approx([0.0, 64.0])
     forward, backward, _ = compute(asks, 16, Tier(0, 64, "striped", (0, 1), mode="push"))
     assert forward == pytest.approx([64.0] * 2) and backward == pytest.approx([64.0] * 2)
+
+
+# ---- loads of a unit of a table's rows -----------------------------------------------------------
+
+COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
+         "run_ns": 3.0, "refresh_ns": 4.0, "wire_ns": 0.3, "odd_ns": 2.0, "warm_share": 0.4}
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("kind", [REPLICATED, SHARD, PUSH])
+def test_unit_loads_equal_the_cost_model(name, kind):
+    relaxation = Relaxation(CostModel(stated(3, name, costs=COSTS)))
+    model, units = relaxation.model, relaxation.units
+    for by_rank in (False, True):
+        found = [units.loads(units.of(kind)[n], by_rank) for n in (WHOLE, ANY)]
+        _compare(relaxation, kind, found, (lambda x: x) if by_rank else model.machine.on_links)
+
+
+def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
+             on_links: Callable[[np.ndarray], np.ndarray]) -> None:
+    model, units = relaxation.model, relaxation.units
+    world, each = model.machine.world_size, np.arange(NUM_FEATURES)
+    for c, ranks in enumerate(relaxation.classes.ranks):
+        owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
+        owner[each, each, ranks[0]] = 1.0
+        for k, t in enumerate(relaxation.tables):
+            once, twice = (model.loads(row_makers(model)[kind](t, w, owner))
+                           for w in (t.spec.dim, 2 * t.spec.dim))
+            for mine, own in zip(found, (once, 2 * once - twice), strict=True):
+                loads = on_links(own)
+                assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
+                # Other ranks have no other load.
+                assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
+                assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
+                local = model.group_us(own)[..., LOCAL, :].min(axis=-1)
+                seen = units.group_us(mine)[c, k, ..., LOCAL, :].min(axis=-1)
+                assert seen == pytest.approx(local, rel=1e-9, abs=1e-9)
+
+
+def test_rows_about_links_include_the_own_work_of_sending_ranks():
+    """If hosts exchange messages, more own work of all ranks raises such a row further."""
+    rows = {}
+    for name in ("hosts", "gpus"):
+        relaxation = Relaxation(CostModel(stated(1, name, costs={"id_ns": 1.0})))
+        far = [x for x in relaxation.inequalities if x.kind == "spread"]
+        assert far and all(x.spared > 0 for x in far)
+        rows[name] = relaxation.unit[0, relaxation.model.every_pass[0], [x.row for x in far]]
+        every = relaxation.every[relaxation.model.every_pass[0], [x.row for x in far]]
+        forward = [x.at[0] == relaxation.model.phases.index("forward") for x in far]
+        waits = name == "hosts"  # on one host, ranks read each other's memory while they work
+        assert every == pytest.approx([waits * f * (1 + x.spared) * 1e-3
+                                       for f, x in zip(forward, far, strict=True)])
+
+
+def test_all_far_loads_of_the_distinguished_host_have_a_row():
+    problem = stated(1, "hosts")
+    load = 0, GROUPS.index("cross_in")
+    relaxation = Relaxation(CostModel(problem), load)
+    apart = [x for x in relaxation.inequalities if x.kind == "apart"]
+    # Owners receive requests, and send none for their own rows.
+    assert {x.at for x in apart} == {load} | {(p, GROUPS.index(g)) for p in (1, 3)
+                                              for g in ("cross_in", "cross_out")}
+    assert {x.load for x in apart} == {load}
+
+
+@pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
+def test_checker_loads_equal_the_relaxation_for_all_widths(name):
+    problem = stated(2, name, costs=COSTS)
+    relaxation = Relaxation(CostModel(problem))
+    costs = Checker(relaxation.model, None).costs
+    least = np.zeros(costs.partial.shape[2:])
+    implied = costs.implied(least).reshape(least.size, least.size)
+    assert np.count_nonzero(implied) > least.size
+    for n in np.flatnonzero(costs.width >= 8).tolist():
+        blocks = costs.tables[costs.of[n]].blocks
+        load = np.einsum("bf,cfpg->bcpg", blocks[:, IDS:], costs.unit[n])
+        load = np.maximum(load, 0.0).reshape(-1, least.size)
+        assert (implied * load[:, :, None] <= load[:, None] * (1 + 1e-9) + 1e-9).all()
 
 
 # ---- expected counts and random batches ----------------------------------------------------------

@@ -10,14 +10,23 @@ from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import EXECUTABLE, evaluate, make_plan, make_problem, summary
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem
+from oper.search.pricing.node import Node
 from oper.search.problem import statement
 from oper.search.problem.machine import (
     GROUPS,
     Term,
+    first_neighbourhood,
+    neighbourhoods,
     rank_classes,
 )
+from oper.search.problem.overlap import overlap_to_json, parse_overlap
 from oper.search.problem.space import EVERYTHING
+from oper.search.relaxation.inequalities import APART, SPREAD
+from oper.search.relaxation.pieces import LoadLimits
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.rows import Option
 from oper.topology import Topology
 from tests.search.search_cases import (
     KINDS,
@@ -30,7 +39,7 @@ from tests.search.search_cases import (
     tables_and_stats,
     with_host_memory,
 )
-from tests.search.test_bound import owned
+from tests.search.test_bound import COSTS, loads, owned
 from tests.search.test_branching import SHARED, TOPOLOGIES, stated
 from tests.support import run_command
 
@@ -254,6 +263,46 @@ def test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares(name: 
     assert CostModel(both).machine.shared_terms != ((), ())
 
 
+@pytest.mark.parametrize("name", ["hosts", "pairs", *SHARED])
+def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
+    """Uncut pushed tables, placed as in the plan. The bytes of a shared link count once, also in
+    rows about the host of the largest piece."""
+    rng, close = np.random.default_rng(6), 0.0
+    for seed in range(3):
+        many = stated(seed, name, 3, COSTS if seed == 0 else None)  # else bytes are most of a step
+        model, machine = CostModel(many), many.machine
+        load = model.request_phase, GROUPS.index(neighbourhoods(machine)[1])
+        relaxation = Relaxation(model, load if hosts_are_alike(model) else None)
+        shape = len(many.tables), len(relaxation.options)
+        for _ in range(6):
+            owners = [0, *rng.integers(machine.world_size, size=2).tolist()]
+            plan = owned(many, owners, ())
+            each = loads(model, plan)
+            is_first = owners[int(each[:, load[0], load[1]].argmax())] in first_neighbourhood(
+                machine)
+            node = Node(relaxation, LoadLimits(each.max(axis=0), np.full(each.shape[1:], np.inf)))
+            amount = np.zeros((*shape, statement.NUM_FEATURES))
+            for n, owner in enumerate(owners):
+                rank_class = int(relaxation.classes.of_rank[owner])
+                amount[n, relaxation.options.index(Option(PUSH, rank_class))] = many.tables[n].total
+            asked = node.base + Node(relaxation).resources_at(
+                amount, np.arange(shape[0]), np.zeros(shape[0], np.int64)).sum(axis=0)
+            phases = evaluate(plan, many).phases
+            about = [((phase, GROUPS.index(group)), row, False)
+                     for row, (phase, group, _) in enumerate(relaxation.rows.names)]
+            about += [(x.at, x.row, x.kind == SPREAD) for x in relaxation.inequalities
+                      if x.kind != APART or is_first]
+            for (phase, group), row, has_both in about:
+                # Of the row's group; for links, of both directions.
+                kind = GROUPS[group].split("_")[0]
+                groups = [n for n, x in enumerate(GROUPS) if x.startswith(kind)]
+                busy = 1e6 * phases[phase].groups[groups if has_both else [group]].max()
+                most = relaxation.phase_weight[row, phase] * busy
+                assert asked[row] <= most * (1 + 1e-9) + 1e-9, (phase, group, row)
+                close = max(close, asked[row] / most if row >= len(relaxation.rows.names) else 0.0)
+    assert close > 0.9
+
+
 # ---- dense compute that overlaps with phases -----------------------------------------------------
 
 
@@ -322,6 +371,12 @@ def test_invalid_overlaps_are_named(value, word):
         overlapping(host(2), value)
     with pytest.raises(InvalidInputError, match="phase"):
         overlapping(host(2), {"update": 3}, "inference")
+
+
+def test_json_round_trip():
+    made = parse_overlap({"update": 3, "forward": [1, 2]}, ("forward", "update"), 2)
+    assert overlap_to_json(made) == {"update": 3.0, "forward": [1.0, 2.0]}
+    assert parse_overlap(overlap_to_json(made), ("forward", "update"), 2) == made
 
 
 def test_verbs_store_overlap_in_the_plan(tmp_path, capsys):
