@@ -47,7 +47,7 @@ struct OperFit {
 struct OperPricing {
   OperArgument argument;
   int64_t num_tables, num_options, num_blocks;   // T; M pushed options; K
-  int64_t max_parts;            // P, kinds of pieces
+  int64_t max_parts;            // P, most parts of a table's columns, each in one kind of pieces
   int64_t step;                 // widths of pieces are multiples of this
   double close;   // relative tolerance of a bound over several options
   double piece;                 // cost of every further piece of a table
