@@ -1,6 +1,7 @@
 """Checkpoints of bounded memory, and those that survivors save after a rank has exited."""
 
 import copy
+import ctypes
 import gc
 import os
 import re
@@ -111,6 +112,9 @@ def _peak(action: Any) -> int:
 
 
 def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
+    # By itself, glibc raises this threshold as blocks are freed, and then keeps those that it frees
+    # next: peaks of the same action differed by 25 MB.
+    assert ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM))
     oper.shard(model, optimizer=oper.Adagrad(lr=0.1))
@@ -153,14 +157,15 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
 def test_peak_memory_is_a_few_chunks(tmp_path: Path) -> None:
-    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 12 << 20
+    table, chunk, slack = ROWS * DIM * 4, 1 << 20, 4 << 20
     for save, load, plain, plain_load, *pieces in run_world(2, _peaks, str(tmp_path / "c")):
         assert max(save, load) <= 4 * chunk + slack, "in chunks"
         # Stored by torch, a tensor of half the table per rank.
         assert max(pieces) <= 4 * chunk + slack, "in pieces"
         # One logical row range per rank, with what gathering and writing it takes.
-        assert plain <= 1.25 * table + slack, "plain save"
-        assert plain_load <= 0.4 * table + slack, "plain load"
+        assert plain <= table + slack, "plain save"
+        # Chunks of table_state.CHUNK_BYTES, of which the next is received beside the last.
+        assert plain_load <= 2 * (4 << 20) + slack, "plain load"
         assert plain > 0.4 * table, "the measurement misses the copies of a plain save"
 
 
