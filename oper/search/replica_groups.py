@@ -28,8 +28,8 @@ import numpy as np
 from oper.errors import InvalidInputError, PlanInfeasibleError, require
 from oper.messages import number_bytes
 from oper.plan import Plan, check_synchronization
+from oper.search.cost.load_vector import owned_features, row_bytes
 from oper.search.cost.model import is_ordered
-from oper.search.cost.tally import owned_features, row_bytes
 from oper.search.problem.machine import TERMS, Term, make_machine
 from oper.search.problem.statement import TOUCHED_ALL, TableProblem, make_table
 from oper.stats import AccessStats

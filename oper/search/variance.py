@@ -36,8 +36,8 @@ from oper.errors import OperError, require
 from oper.messages import EXACT, MessageBits, bits_of, number_bytes
 from oper.plan import Plan
 from oper.search.certificate.carried import proof_of, with_bound
+from oper.search.cost.load_vector import GRAD_BYTES, Messages
 from oper.search.cost.model import CostModel, evaluate, is_ordered
-from oper.search.cost.tally import GRAD_BYTES, Messages
 from oper.search.problem.machine import Term, by_group
 from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 
@@ -84,7 +84,7 @@ def _saved(plan: Plan, model: CostModel, t: TableProblem, bits: MessageBits,
     entry, found = plan.table(t.spec.name), []
     for x in (bits, EXACT):
         model.messages = kind(x)
-        found.append(model.tally(t, entry.pieces, is_ordered(t, entry)))
+        found.append(model.load_vector(t, entry.pieces, is_ordered(t, entry)))
     return model.units(found[0].plus(found[1], -1))
 
 

@@ -9,13 +9,13 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from oper.plan import Piece, Tier
+from oper.search.cost.load_vector import LoadVector, Row
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import Row, Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, table_tally
+from oper.search.rounding.placing import Placement, table_load_vector
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
@@ -100,12 +100,13 @@ def best_of_candidates(relaxation: Relaxation, candidates: Sequence[Sequence[Pla
     """
     model = relaxation.model
     pairs = [(k, c) for k, placements in enumerate(candidates) for c in range(len(placements))]
-    tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
+    load_vectors = [table_load_vector(model, relaxation.tables[k], candidates[k][c])
+                    for k, c in pairs]
     num_phases, size = len(model.phases), len(pairs)
-    base_time, base_held = _rank_rows(model, relaxation.base_tally)
+    base_time, base_held = _rank_rows(model, relaxation.base_load_vector)
     hidden = np.repeat(model.hidden[:, None] * 1e6, len(GROUPS), axis=1)
     base_time = base_time - hidden.reshape(num_phases, -1)
-    columns = [_rank_rows(model, x) for x in tallies]
+    columns = [_rank_rows(model, x) for x in load_vectors]
     time = np.stack([c[0] for c in columns], axis=-1)  # [phases, groups * W, N]
     held = np.stack([c[1] for c in columns], axis=-1)  # [domains + hosts, N]
     capacity = np.maximum(np.concatenate([model.machine.capacity_bytes,
@@ -123,9 +124,9 @@ def best_of_candidates(relaxation: Relaxation, candidates: Sequence[Sequence[Pla
     one = np.zeros((len(candidates), width))
     one[[k for k, _ in pairs], range(size)] = 1.0
     constraints.append(LinearConstraint(one, 1.0, 1.0))
-    base = relaxation.base_tally
-    for n, pays in enumerate(([x.num_pushed > 0 for x in tallies],
-                              [x.num_split > 0 for x in tallies])):
+    base = relaxation.base_load_vector
+    for n, pays in enumerate(([x.num_pushed > 0 for x in load_vectors],
+                              [x.num_split > 0 for x in load_vectors])):
         rows = np.zeros((sum(pays), width))
         rows[range(sum(pays)), np.flatnonzero(pays)] = 1.0
         rows[:, size + num_phases + n] = -1.0
@@ -143,9 +144,9 @@ def best_of_candidates(relaxation: Relaxation, candidates: Sequence[Sequence[Pla
     return float(found.fun) + relaxation.fixed_us, [picks[k] for k in range(len(candidates))]
 
 
-def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
+def _rank_rows(model: CostModel, vector: LoadVector) -> tuple[np.ndarray, np.ndarray]:
     """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
-    groups = model.group_us(model.units(tally))
-    held = np.concatenate([model.machine.per_domain(tally.rows[Row.HELD]),
-                           model.machine.per_host(tally.rows[Row.HOST_HELD])])
+    groups = model.group_us(model.units(vector))
+    held = np.concatenate([model.machine.per_domain(vector.rows[Row.HELD]),
+                           model.machine.per_host(vector.rows[Row.HOST_HELD])])
     return groups.reshape(groups.shape[0], -1), held

@@ -11,9 +11,9 @@ from oper.errors import MissingDependencyError
 from oper.plan import Piece, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
+from oper.search.cost.load_vector import owned_features
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import owned_features
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound
 from oper.search.problem.space import EVERYTHING
@@ -21,7 +21,7 @@ from oper.search.problem.statement import ROWS, Problem, make_problem
 from oper.search.rounding.annealing import Annealing, Packed, Part
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.orders import order_ranks
-from oper.search.rounding.placing import Placement, Placer, evaluated, table_tally
+from oper.search.rounding.placing import Placement, Placer, evaluated, table_load_vector
 from oper.topology import Costs, Topology
 from tests.search.search_cases import gpus, host, problem, racked, shared, tables_and_stats
 
@@ -225,11 +225,12 @@ def test_orders_of_ranks_are_as_good_as_the_best_of_all_orders(in_order: bool, o
         assert replace(new.tiers[0], ranks=(0, 1, 2, 3)) == old.tiers[0]
     every = [tuple(replace(x, tiers=(replace(x.tiers[0], ranks=order),)) for x in pieces)
              for pieces in stripes for order in permutations(range(4))]
-    tallies = [[table_tally(bound.relaxation.model, t, x) for x in every[24 * k:24 * k + 24]]
-               for k, t in enumerate(stated.tables)]
-    total = bound.relaxation.base_tally.plus(tallies[0][0])  # ranks are interchangeable
+    model = bound.relaxation.model
+    load_vectors = [[table_load_vector(model, t, x) for x in every[24 * k:24 * k + 24]]
+                    for k, t in enumerate(stated.tables)]
+    total = bound.relaxation.base_load_vector.plus(load_vectors[0][0])  # ranks are interchangeable
     least = min(bound.relaxation.model.evaluation(
-        total.plus(a).plus(b)).step_us for a, b in product(*tallies[1:]))
+        total.plus(a).plus(b)).step_us for a, b in product(*load_vectors[1:]))
     before, step = (evaluated(bound.relaxation, x).step_us for x in (stripes, found))
     assert least * (1 - 1e-9) <= step <= min(before, least + 0.25 * (before - least) + 1e-3 * least)
 

@@ -312,7 +312,8 @@ def loads(model: CostModel, plan: Plan) -> np.ndarray:
     for t, entry in zip(model.problem.tables, plan.tables, strict=True):
         if entry.tiers[0].mode == "pull":
             continue
-        us = model.group_us(model.units(model.tally(t, entry.pieces, t.ids_are_positions)))[:, :5]
+        vector = model.load_vector(t, entry.pieces, t.ids_are_positions)
+        us = model.group_us(model.units(vector))[:, :5]
         least = us[:, LOCAL].min(axis=-1)[:, None] * model.has_local[:, :5]
         out.append(us[..., entry.tiers[0].ranks[0]] - least)
     return np.array(out)

@@ -11,9 +11,9 @@ import pytest
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, Tier
 from oper.search.branching.tree import SearchTree, _largest, _load_branchings
+from oper.search.cost.load_vector import Row, owned_features
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import Row, owned_features
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import PUSHES, STILL, Node
@@ -228,7 +228,7 @@ def test_squares_of_all_pieces_but_one_are_charged():
     cut = model.cut_rows(t, once, twice)
     pieces = tuple(Piece(8 * n, 8 * n + 8, (Tier(0, rows, "owned", (1,), mode="push"),))
                    for n in range(num))
-    true = model.tally(t, pieces, True).rows
+    true = model.load_vector(t, pieces, True).rows
     linear = (once - cut) + num * cut
     assert linear[Row.UPDATE_BYTES, 1] == pytest.approx(
         true[Row.UPDATE_BYTES, 1] - 4 * true[Row.UPDATE_ROWS, 1] / num)

@@ -16,9 +16,9 @@ from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, make_plan, make_problem, verify_plan
 from oper.search.certificate.carried import not_certified, problem_digest, with_bound
+from oper.search.cost.load_vector import NUM_ROWS, LoadVector, Row
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, REPLICATED, SHARD, hosts_are_alike, outside_space
-from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.explain.summary import as_json, summary
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.node import (
@@ -374,8 +374,8 @@ def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarra
     model = CostModel(problem)
     relaxation = Relaxation(model)
     asked = Node(relaxation).resources(np.array([k]), [configuration(relaxation, k, pieces)])[0]
-    tally = model.tally(relaxation.tables[k], pieces, True)
-    return asked[:relaxation.rows.phase_of.size], relaxation.rows.of_tally(tally)
+    vector = model.load_vector(relaxation.tables[k], pieces, True)
+    return asked[:relaxation.rows.phase_of.size], relaxation.rows.of_load_vector(vector)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -448,7 +448,7 @@ def test_directories_of_keys_cost_as_much_in_the_bound_as_in_the_model(name):
     rows = relaxations[0].rows
     size = rows.phase_of.size
     assert relaxations[1].base[:size] - relaxations[0].base[:size] == pytest.approx(
-        rows.of_tally(Tally(np.repeat(added[:, None], world, 1))))
+        rows.of_load_vector(LoadVector(np.repeat(added[:, None], world, 1))))
     plan = make_plan(specs, dynamic, topology, batch_size=512)
     assert 0.98 * plan.step_us < plan.lower_bound_us <= plan.step_us
     assert verify_plan(plan, keyed).certified

@@ -13,9 +13,9 @@ from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search import evaluate, make_problem
 from oper.search.certificate.leaf import Checker
+from oper.search.cost.load_vector import KERNEL_WIDTHS
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, REPLICATED, SHARD, row_makers
-from oper.search.cost.tally import KERNEL_WIDTHS
 from oper.search.problem.machine import GROUPS, Term
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TOUCHED, TOUCHED_ALL

@@ -13,8 +13,8 @@ from oper.plan import Piece, Plan, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate.check import verify_plan
+from oper.search.cost.load_vector import Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import Row
 from oper.search.explain.what_if import compare
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import solve_node
@@ -176,8 +176,8 @@ def test_masters_of_replicated_rows_are_priced_below_every_assignment(problem: P
             tiers = tuple(Tier(a, b, "replicated", tuple(
                 int(r) for c in rng.permutation(order) for r in relaxation.classes.ranks[c]))
                 for a, b in pairwise(edges))
-            tally = relaxation.model.tally(t, (Piece(0, t.spec.dim, tiers),), True)
-            asked = relaxation.rows.of_tally(tally) @ prices[:relaxation.rows.phase_of.size]
+            vector = relaxation.model.load_vector(t, (Piece(0, t.spec.dim, tiers),), True)
+            asked = relaxation.rows.of_load_vector(vector) @ prices[:relaxation.rows.phase_of.size]
             assert least[k] <= asked * (1 + 1e-9)
 
 

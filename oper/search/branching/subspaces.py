@@ -58,7 +58,7 @@ class Subspace:
         self.plans = plans
         self.trees = [SearchTree(bound)]
         self._loads = _host_loads(bound.relaxation)
-        base = bound.relaxation.fixed_tally
+        base = bound.relaxation.fixed_load_vector
         model = bound.relaxation.model
         extra_us = model.push_us * (STILL not in plans and not base.num_pushed) + (
             model.split_us * (plans == (WITH_COLUMNS,) and not base.num_split))

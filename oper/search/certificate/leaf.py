@@ -18,9 +18,9 @@ import numpy as np
 from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
 from oper.search.certificate.prices import APART, READER, SPREAD, Asked, Leaf
 from oper.search.certificate.tables import TableCosts
+from oper.search.cost.load_vector import NUM_ROWS, SUM_ROWS, Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
-from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
+from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_load_vectors, has_copies, may_hold
 from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
 
@@ -63,7 +63,7 @@ class Checker:
         every[0, 1, list(model.passes)] = 1.0
         every[0, 2, Row.FORWARD_NS] = model.costs.push_bag_ns
         self.charges = probe.loads(every)
-        whole, pinned = fixed_tallies(model)
+        whole, pinned = fixed_load_vectors(model)
         self.base = base = whole.plus(pinned)
         hidden = 1e6 * model.hidden  # [P, W]
         groups = model.group_us(model.units(base)) - hidden[:, None]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from oper.search.cost.load_vector import Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import COPIES, copy_tallies, model_classes, row_makers
-from oper.search.cost.tally import Row
+from oper.search.cost.space import COPIES, copy_load_vectors, model_classes, row_makers
 from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
@@ -72,13 +72,13 @@ class Probe:
         self._apart = np.isin(np.arange(m.world_size), first) & ~self._owner
 
     def units(self, number: int) -> np.ndarray:
-        """One unit of each of `number` features, or tally rows, on the first rank of each class;
-        float64 [C, number, number, W]."""
+        """One unit of each of `number` features, or load-vector rows, on the first rank of each
+        class; float64 [C, number, number, W]."""
         return np.eye(number)[:, :, None] * self._owner[:, :, 0]
 
     def loads(self, rows: np.ndarray) -> Loads:
-        """Loads of the given tally rows (float64 [..., C, F, 23, W], owned by the first rank of
-        each class)."""
+        """Loads of the given load-vector rows (float64 [..., C, F, 23, W], owned by the first rank
+        of each class)."""
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:
@@ -90,10 +90,10 @@ class Probe:
         (1 - q) x the second. Tables with copies are not cut.
         """
         if kind == COPIES:
-            tallies = copy_tallies(self.model, t)
+            load_vectors = copy_load_vectors(self.model, t)
             return self._loads(*(np.stack([x, 0 * x])[:, None] for x in (
-                np.stack([self.model.units(x) for x in tallies]),
-                np.stack([x.rows[[Row.HELD, Row.HOST_HELD]] for x in tallies]))))
+                np.stack([self.model.units(x) for x in load_vectors]),
+                np.stack([x.rows[[Row.HELD, Row.HOST_HELD]] for x in load_vectors]))))
         make, owner = row_makers(self.model)[kind], self.units(NUM_FEATURES)
         once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
         # Owners of a row's columns exchange squares; `cut_rows` adds them, for the total only.

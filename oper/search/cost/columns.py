@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 
 from oper.plan import MAX_PATTERN, Piece, Tier
-from oper.search.cost.tally import owned_features
+from oper.search.cost.load_vector import owned_features
 from oper.search.problem.statement import TOUCHED_ALL, TableProblem
 
 #: Bytes of the sum of a row's squared gradients, over the columns of a piece or over all columns.

@@ -1,9 +1,10 @@
 """The cost model: seconds of every phase on every rank, from bytes and calibrated constants.
 
-A plan is first reduced to a *tally*: for every rank, numbers (`tally.Row`) that add up over tables
-and are linear in the features of the rows that a rank owns, replicates or reads. `loads` converts a
-tally to units (bytes, nanoseconds) per phase, term and rank. Everything that the planner computes
-uses these two steps: evaluation of a plan, columns of the lower bound, and moves of the search.
+A plan is first reduced to a *load vector*: for every rank, numbers (`load_vector.Row`) that add up
+over tables and are linear in the features of the rows that a rank owns, replicates or reads.
+`loads` converts a load vector to units (bytes, nanoseconds) per phase, term and rank. Everything
+that the planner computes uses these two steps: evaluation of a plan, columns of the lower bound,
+and moves of the search.
 
 `oper.search.cost.evaluation` lists the phases of a step and the ranks' work in each.
 
@@ -31,16 +32,16 @@ from oper.search.cost.caching import Caching
 from oper.search.cost.columns import SQUARE_BYTES, expected_squares
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase, phases_of
 from oper.search.cost.links import broadcast, owner_exchange, subset_reads, transfer
-from oper.search.cost.tally import (
+from oper.search.cost.load_vector import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
     NUM_ROWS,
     ODD_PASSES,
     SLOT_BYTES,
     SUM_ROWS,
+    LoadVector,
     Messages,
     Row,
-    Tally,
     key_rows,
     owned_features,
     row_bytes,
@@ -62,7 +63,7 @@ class CostModel:
         self.machine = problem.machine
         self.costs = problem.topology.costs
         self.messages = Messages(problem.message_bits)
-        #: Rows of a tally for time per table in each phase; `passes` are those that read ids.
+        #: Rows of a load vector for time per table in each phase; `passes` are those that read ids.
         self.every_pass = (Row.FORWARD_NS, Row.BACKWARD_NS, Row.UPDATE_NS)[
             :3 if problem.training else 1]
         self.passes = self.every_pass[:2]
@@ -97,14 +98,14 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """The tally of a striped or owned tier that is pulled.
+        """The load vector of a striped or owned tier that is pulled.
 
         Args:
             width: columns of the piece.
             owner: float64 [..., 4, W], features of the rows that each rank owns.
 
         Returns:
-            float64 [..., 23, W], with the rows of a tally (`Row`).
+            float64 [..., 23, W], with the rows of a load vector (`Row`).
         """
         row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -120,8 +121,8 @@ class CostModel:
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
-        """The tally of a tier replicated on all ranks; `master` (float64 [..., 4, W]) gives the
-        features of the rows whose master copies each rank holds."""
+        """The load vector of a tier replicated on all ranks; `master` (float64 [..., 4, W]) gives
+        the features of the rows whose master copies each rank holds."""
         row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
@@ -138,8 +139,8 @@ class CostModel:
         return out
 
     def push_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """The tally of a striped or owned tier that is pushed, without partial sums, which are
-        concave in the mass of an owner: see `partial_bytes`. Arguments and result as for
+        """The load vector of a striped or owned tier that is pushed, without partial sums, which
+        are concave in the mass of an owner: see `partial_bytes`. Arguments and result as for
         `shard_rows`."""
         row, grad, state = row_bytes(t, width)
         world = self.machine.world_size
@@ -169,14 +170,14 @@ class CostModel:
         return out
 
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-        """The part of a column piece's tally that does not depend on its width; float64 [..., 23,
-        W].
+        """The part of a column piece's load vector that does not depend on its width; float64
+        [..., 23, W].
 
         It includes the squared norms that the owners of a row's columns exchange, once per piece.
         A table of n pieces exchanges them n - 1 times, so the caller subtracts them once per table.
 
         Args:
-            once, twice: tallies of the same rows in a piece, and in a piece twice as wide.
+            once, twice: load vectors of the same rows in a piece, and in a piece twice as wide.
         """
         out = 2 * once - twice
         if self.exchanges_squares(t) and self.problem.may_split(t):
@@ -184,12 +185,12 @@ class CostModel:
         return out
 
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """The tally of rows in host memory; arguments and result as for `shard_rows`."""
+        """The load vector of rows in host memory; arguments and result as for `shard_rows`."""
         return self._in_host(self.shard_rows(t, width, owner), t, width, owner, "pull")
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """The tally of one tier of a column piece, without partial sums; a replicated tier has
-        copies on all ranks. Arguments and result as for `shard_rows`."""
+        """The load vector of one tier of a column piece, without partial sums; a replicated tier
+        has copies on all ranks. Arguments and result as for `shard_rows`."""
         kind = tier.placement if tier.placement == "replicated" else tier.mode
         out = {"replicated": self.replica_rows, "pull": self.shard_rows,
                "push": self.push_rows}[kind](t, width, owner)
@@ -287,8 +288,8 @@ class CostModel:
         return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
-        """The part of a table's tally that does not depend on the plan: outputs, bag gradients,
-        memory of the outbox; float64 [23, W].
+        """The part of a table's load vector that does not depend on the plan: outputs, bag
+        gradients, memory of the outbox; float64 [23, W].
 
         Args:
             num_outputs: float64 [W], rows of each rank's output; default: their expected number.
@@ -307,22 +308,22 @@ class CostModel:
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def base(self) -> Tally:
+    def base(self) -> LoadVector:
         """The sum of `table_rows` and `key_rows` over all tables, which every plan has."""
         rows = sum((self.table_rows(t) + key_rows(t, self.problem) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
-        return Tally(rows)
+        return LoadVector(rows)
 
-    def tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
-        """Tally of one table's placement, without `table_rows`.
+    def load_vector(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> LoadVector:
+        """Load vector of one table's placement, without `table_rows`.
 
         Args:
             pieces: its column pieces.
             ordered: whether positions are hotness ranks; else they are ids.
         """
-        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
+        total = LoadVector(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
-            total = total.plus(self.piece_tally(t, piece, ordered))
+            total = total.plus(self.piece_load_vector(t, piece, ordered))
         split = len(pieces) > 1 and self.exchanges_squares(t)
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
         units = total.units
@@ -345,7 +346,7 @@ class CostModel:
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
-        """The tally of all pieces of a table including charges for the table as a whole.
+        """The load vector of all pieces of a table including charges for the table as a whole.
 
         Args:
             pieces: its column pieces.
@@ -372,9 +373,9 @@ class CostModel:
         requests, and to add up sums."""
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
-    def piece_tally(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
-                    ) -> Tally:
-        """Tally of the tiers of one column piece.
+    def piece_load_vector(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
+                          ) -> LoadVector:
+        """Load vector of the tiers of one column piece.
 
         Args:
             piece: its columns, and tiers of all or some of its rows.
@@ -400,7 +401,7 @@ class CostModel:
             if tier.placement != "replicated" or len(tier.ranks) == world:
                 rows += self.tier_rows(t, width, tier, owner)
             else:
-                part = self.subset_tally(t, width, tier, owner)
+                part = self.subset_load_vector(t, width, tier, owner)
                 rows += part.rows
                 units = units + part.units
         if num_pushed and alone:
@@ -409,10 +410,12 @@ class CostModel:
             rows[SUM_ROWS] += np.outer(self.messages.sum_rows(t, width), sums)
             has_all = pushed_rows >= t.spec.num_rows * (1 - 1e-12)
             rows[list(self.passes)] += self.own_requests(pushed_ids, has_all)
-        return Tally(rows, units, num_pushed)
+        return LoadVector(rows, units, num_pushed)
 
-    def subset_tally(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> Tally:
-        """The tally of a tier replicated on some of the ranks; arguments as for `tier_rows`."""
+    def subset_load_vector(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray
+                           ) -> LoadVector:
+        """The load vector of a tier replicated on some of the ranks; arguments as for
+        `tier_rows`."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
@@ -432,10 +435,10 @@ class CostModel:
             rows[held] = copies + owner[ROWS] * (row + state)
         else:
             rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
-        return Tally(rows, units)
+        return LoadVector(rows, units)
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
-        """Convert a tally to units per phase, term and rank.
+        """Convert a load vector to units per phase, term and rank.
 
         Args:
             rows: float64 [..., 23, W].
@@ -490,31 +493,31 @@ class CostModel:
         float64 [..., num_phases, 9, W] -> [..., num_phases, 8, W]."""
         return by_group(self.machine.seconds(units) * 1e6, self.has_local)
 
-    def units(self, tally: Tally) -> np.ndarray:
-        """Units per phase, term and rank of a whole tally; float64 [num_phases, 9, W]."""
-        return np.asarray(self.loads(tally.rows) + tally.units)
+    def units(self, vector: LoadVector) -> np.ndarray:
+        """Units per phase, term and rank of a whole load vector; float64 [num_phases, 9, W]."""
+        return np.asarray(self.loads(vector.rows) + vector.units)
 
-    def fixed_us(self, tally: Tally) -> list[float]:
+    def fixed_us(self, vector: LoadVector) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and another barrier if the phase
         waits for partial sums or for squared gradients of column pieces. Fetching rows from other
         hosts takes three exchanges, one of which belongs to the request phase."""
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2, REFRESH: 0.0}.get(p, phase)
                  for p in self.phases]
-        fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
+        fixed[self.request_phase] += self.push_us * (vector.num_pushed > 0)
         if self.training:
-            fixed[self.update_phase] += self.split_us * (tally.num_split > 0)
+            fixed[self.update_phase] += self.split_us * (vector.num_split > 0)
         return fixed
 
-    def evaluation(self, tally: Tally) -> Evaluation:
-        """The modelled step, from the tally of an entire plan (`base` included)."""
-        units = self.units(tally)
+    def evaluation(self, vector: LoadVector) -> Evaluation:
+        """The modelled step, from the load vector of an entire plan (`base` included)."""
+        units = self.units(vector)
         seconds = self.machine.seconds(units)
-        fixed = self.fixed_us(tally)
+        fixed = self.fixed_us(vector)
         phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k],
                              self.has_local[k])
                        for k, name in enumerate(self.phases))
-        m, held, host_held = self.machine, tally.rows[Row.HELD], tally.rows[Row.HOST_HELD]
+        m, held, host_held = self.machine, vector.rows[Row.HELD], vector.rows[Row.HOST_HELD]
         return Evaluation(phases, held, m.per_domain(held), m.capacity_bytes, m.per_host(host_held),
                           m.host_capacity_bytes, m.memory_used(held, host_held))
 
@@ -536,5 +539,5 @@ def evaluate(plan: Plan, problem: Problem) -> Evaluation:
     total = model.base()
     for t in problem.tables:
         entry = plan.table(t.spec.name)
-        total = total.plus(model.tally(t, entry.pieces, is_ordered(t, entry)))
+        total = total.plus(model.load_vector(t, entry.pieces, is_ordered(t, entry)))
     return model.evaluation(total)

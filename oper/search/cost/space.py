@@ -14,8 +14,8 @@ import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.rows.traffic import ROW_WISE
+from oper.search.cost.load_vector import NUM_ROWS, LoadVector
 from oper.search.cost.model import CostModel, Evaluation, is_ordered
-from oper.search.cost.tally import NUM_ROWS, Tally
 from oper.search.problem.constraints import TableConstraint, violations
 from oper.search.problem.machine import RankClasses, copy_sets, neighbourhoods, rank_classes
 from oper.search.problem.space import (
@@ -62,16 +62,16 @@ def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
                                                        np.ndarray]]:
-    """Return, for each kind of `KINDS` except COPIES, the function that computes the tally of a
-    table's rows that are held in this way; for COPIES see `copy_tallies`.
+    """Return, for each kind of `KINDS` except COPIES, the function that computes the load vector of
+    a table's rows that are held in this way; for COPIES see `copy_load_vectors`.
     """
     return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
             HOST: model.host_rows}
 
 
-def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
-    """Tallies of one unit of each feature for rows of a table that are copied to one rank of every
-    host.
+def copy_load_vectors(model: CostModel, t: TableProblem) -> list[LoadVector]:
+    """Load vectors of one unit of each feature for rows of a table that are copied to one rank of
+    every host.
 
     The choice of the rank does not matter, since all ranks are alike. A changed row is sent to each
     host once, instead of to each rank as with replicas on all ranks; in exchange, the other ranks
@@ -81,7 +81,7 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
     for masters in np.eye(NUM_FEATURES):
         owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
-        out.append(model.subset_tally(t, t.spec.dim, tier, owner / len(ranks)))
+        out.append(model.subset_load_vector(t, t.spec.dim, tier, owner / len(ranks)))
     return out
 
 
@@ -115,27 +115,27 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
                      for c in range(sizes.size)], float)
 
 
-def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
-    """The parts of the tally that every plan has.
+def fixed_load_vectors(model: CostModel) -> tuple[LoadVector, LoadVector]:
+    """The parts of the load vector that every plan has.
 
     Returns:
-        The tally of outputs and of tables whose rows are all pinned; and the tally of the pinned
-        rows of tables that also have free rows, as a single column piece.
+        The load vector of outputs and of tables whose rows are all pinned; and the load vector of
+        the pinned rows of tables that also have free rows, as a single column piece.
     """
     problem, base = model.problem, model.base()
-    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]
+    pinned = [LoadVector(np.zeros((NUM_ROWS, model.machine.world_size)))]
     for t in problem.tables:
         held = problem.held(t.spec.name)
         tiers = held.pinned
         ordered = _is_taken_as_ordered(t, held, True)
         if held.tiers is not None:
-            base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
+            base = base.plus(model.load_vector(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
             # Partial sums are concave in the mass of an owner: if the owner also has other pushed
             # rows, pinned rows may add no partial sums.
             alone = "push" not in problem.modes_of(t.spec.name) or _is_whole(t, tiers)
-            pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers), ordered, alone))
-    return base, reduce(Tally.plus, pinned)
+            pinned.append(model.piece_load_vector(t, Piece(0, t.spec.dim, tiers), ordered, alone))
+    return base, reduce(LoadVector.plus, pinned)
 
 
 def hosts_are_alike(model: CostModel) -> bool:

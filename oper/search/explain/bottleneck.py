@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oper.plan import Plan, TablePlan, Tier
+from oper.search.cost.load_vector import LoadVector
 from oper.search.cost.model import CostModel, Evaluation, is_ordered
-from oper.search.cost.tally import Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem, TableProblem
 
@@ -54,12 +54,12 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
         PlanError: the plan is for other tables or another number of ranks.
     """
     plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
-    model, tallies = CostModel(problem), {}
+    model, load_vectors = CostModel(problem), {}
     total = model.base()
     for t in problem.tables:
         entry = plan.table(t.spec.name)
-        tallies[t.spec.name] = model.tally(t, entry.pieces, is_ordered(t, entry))
-        total = total.plus(tallies[t.spec.name])
+        load_vectors[t.spec.name] = model.load_vector(t, entry.pieces, is_ordered(t, entry))
+        total = total.plus(load_vectors[t.spec.name])
     found = model.evaluation(total)
     number = int(np.argmax([p.time_us for p in found.phases]))
     phase = found.phases[number]
@@ -68,7 +68,7 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
         entry = plan.table(t.spec.name)
         for i, piece in enumerate(entry.pieces):
             for n, tier in enumerate(piece.tiers):
-                alone = model.tally(t, (replace(piece, tiers=(tier,)),), is_ordered(t, entry))
+                alone = model.load_vector(t, (replace(piece, tiers=(tier,)),), is_ordered(t, entry))
                 us = model.group_us(model.units(alone))[number]
                 load = float(us[GROUPS.index(phase.binding), phase.slowest_rank])
                 if load > 0:
@@ -77,7 +77,7 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
     for negative, name, i, n in sorted(heavy)[:count]:
         entry, t = plan.table(name), problem.table(name)
         piece = entry.pieces[i]
-        rest = total.plus(tallies[name], -1)
+        rest = total.plus(load_vectors[name], -1)
         move, step = _best_move(model, t, entry, (i, n), rest, found)
         saves = max(0.0, found.step_us - step)
         out.append(Bottleneck(
@@ -88,7 +88,7 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
 
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
-               rest: Tally, found: Evaluation) -> tuple[str, float]:
+               rest: LoadVector, found: Evaluation) -> tuple[str, float]:
     """The alternative placement of tier `n` of piece `i` (`place`) with the shortest step that fits
     the memory, and that step in microseconds; ("", infinity) if there is none."""
     i, n = place
@@ -97,7 +97,8 @@ def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple
         pieces = list(entry.pieces)
         tiers = pieces[i].tiers
         pieces[i] = replace(pieces[i], tiers=(*tiers[:n], tier, *tiers[n + 1:]))
-        after = model.evaluation(rest.plus(model.tally(t, tuple(pieces), is_ordered(t, entry))))
+        vector = model.load_vector(t, tuple(pieces), is_ordered(t, entry))
+        after = model.evaluation(rest.plus(vector))
         if (after.fits or not found.fits) and after.step_us < best[1]:
             best = (describe(tier), after.step_us)
     return best

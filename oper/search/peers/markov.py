@@ -16,11 +16,11 @@ import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import CostModel, Evaluation
-from oper.search.cost.space import fixed_tallies
+from oper.search.cost.space import fixed_load_vectors
 from oper.search.problem.pins import impose
 from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
-from oper.search.rounding.placing import Placement, plan_of, table_tally
+from oper.search.rounding.placing import Placement, plan_of, table_load_vector
 
 _BETA = 50.0  # beta times the initial cost: an increase by 2 % of it is accepted with chance 1 / e
 _OVERFLOW = 1e3  # a memory overflow x multiplies the cost by 1 + 1e3 x
@@ -38,23 +38,23 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
     """
     rng, tables = np.random.default_rng(seed), problem.free_tables
     model = CostModel(problem)
-    total, _ = fixed_tallies(model)
+    total, _ = fixed_load_vectors(model)
     pieces = [_start(problem, t) for t in tables]
-    tallies = [table_tally(model, t, x) for t, x in zip(tables, pieces, strict=True)]
-    for tally in tallies:
-        total = total.plus(tally)
+    load_vectors = [table_load_vector(model, t, x) for t, x in zip(tables, pieces, strict=True)]
+    for vector in load_vectors:
+        total = total.plus(vector)
     found = model.evaluation(total)
     best, least, cost = (list(pieces), found), _cost(found), _cost(found)
     beta = _BETA / max(cost, 1e-30)
     for _ in range(num_proposals if tables else 0):
         k = int(rng.integers(len(tables)))
         proposed = _proposal(problem, tables[k], rng)
-        tally = table_tally(model, tables[k], proposed)
-        after = total.plus(tallies[k], -1).plus(tally)
+        vector = table_load_vector(model, tables[k], proposed)
+        after = total.plus(load_vectors[k], -1).plus(vector)
         found = model.evaluation(after)
         new = _cost(found)
         if new <= cost or rng.random() < np.exp(beta * (cost - new)):
-            pieces[k], tallies[k], total, cost = proposed, tally, after, new
+            pieces[k], load_vectors[k], total, cost = proposed, vector, after, new
             if cost < least:
                 best, least = (list(pieces), found), cost
     if not best[1].fits:

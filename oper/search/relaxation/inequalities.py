@@ -74,8 +74,9 @@ class OwnerRows:
         phase_of: int64 [O], phase of each row; -2 for SPREAD rows, which may exceed their phase.
         weight: float64 [O, P]; a row is at most the sum over phases of weight x length.
         base: float64 [O], consumption by every plan.
-        unit: float64 [C, 23, O], consumption by a unit of each tally row, spread over a class.
-        every: float64 [23, O], consumption by a unit of each tally row on every rank.
+        unit: float64 [C, 23, O], consumption by a unit of each load-vector row, spread over a
+            class.
+        every: float64 [23, O], consumption by a unit of each load-vector row on every rank.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
+from oper.search.cost.load_vector import SUM_ROWS
 from oper.search.cost.space import PUSH, free_blocks
-from oper.search.cost.tally import SUM_ROWS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
 from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
@@ -75,7 +75,7 @@ class Pieces:
 
     Args:
         units: unit loads of the tables' rows, by class of their owner.
-        base_rows: float64 [23, W], the tally that every plan has.
+        base_rows: float64 [23, W], the load vector that every plan has.
         asks: bool [T], whether an owner of some pushed rows of the table sends requests to itself.
         may: bool [T, C], whether a table may be pushed to a class.
 
@@ -83,7 +83,7 @@ class Pieces:
         floor: float64 [C, num_phases, 5], least load that every plan puts on a rank of a class.
         hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
-        unit: float64 [C, 23, num_phases, 5], load of a unit of each tally row on its owner.
+        unit: float64 [C, 23, num_phases, 5], load of a unit of each load-vector row on its owner.
         per_byte: float64 [T, 3], bytes in `SUM_ROWS` per float32 byte of a table's partial sums.
     """
 

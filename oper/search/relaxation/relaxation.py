@@ -23,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.plan import Piece
+from oper.search.cost.load_vector import NUM_ROWS, SUM_ROWS, LoadVector, Row
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (
     COPIES,
@@ -30,14 +31,13 @@ from oper.search.cost.space import (
     PUSH,
     REPLICATED,
     SHARD,
-    copy_tallies,
-    fixed_tallies,
+    copy_load_vectors,
+    fixed_load_vectors,
     free_blocks,
     has_copies,
     may_hold,
     most_masters,
 )
-from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.search.relaxation.inequalities import Load, OwnerRows
@@ -73,19 +73,20 @@ class Relaxation:
         pieces: pushed pieces.
         inequalities: the rows about the owner of the largest piece.
         distinguished: the argument of this name.
-        unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
+        unit: float64 [C, 23, R], consumption by a unit of each load-vector row, spread over a
+            class.
         base: float64 [R], consumption by every plan.
         pinned: float64 [R], the part of `base` for pinned rows of free tables.
         phase_of: int64 [R], phase of each row; -1 for memory, -2 for rows that may exceed a phase.
         phase_weight: float64 [R, P]; a row is at most the sum over phases of weight x length.
         fixed_us: fixed cost of a step, microseconds.
-        tallies: the last tallies by index of a table and its placement, two per table: plans that
-            a search compares differ in few tables.
+        load_vectors: the last load vectors by index of a table and its placement, two per table:
+            plans that a search compares differ in few tables.
     """
 
     def __init__(self, model: CostModel, distinguished: Load | None = None) -> None:
         self.model, self.distinguished = model, distinguished
-        self.tallies: dict[tuple[int, tuple[Piece, ...]], Tally] = {}
+        self.load_vectors: dict[tuple[int, tuple[Piece, ...]], LoadVector] = {}
         self.problem = model.problem
         self.tables = self.problem.free_tables
         self.rows = ResourceRows(model, [] if distinguished is None else
@@ -104,7 +105,7 @@ class Relaxation:
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
         for o in np.flatnonzero(self.pushes).tolist():
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
-        self.pieces = Pieces(self.units, self.base_tally.rows, self.asks, may)
+        self.pieces = Pieces(self.units, self.base_load_vector.rows, self.asks, may)
         self._add_inequalities(OwnerRows(self.rows, self.pieces, self.options, distinguished))
         #: float64 [T, C, R], consumption by a byte of a table's partial sums.
         self.of_sums = np.einsum("tq,cqr->tcr", self.pieces.per_byte, self.unit[:, SUM_ROWS])
@@ -153,15 +154,15 @@ class Relaxation:
 
     def _build_base(self) -> None:
         model = self.model
-        self.base_tally, pinned = fixed_tallies(model)
-        #: `base_tally` plus the pinned rows of free tables.
-        self.fixed_tally = self.base_tally.plus(pinned)
-        self.pinned = self.rows.of_tally(pinned)
-        self.base: np.ndarray = self.rows.of_tally(self.base_tally)
+        self.base_load_vector, pinned = fixed_load_vectors(model)
+        #: `base_load_vector` plus the pinned rows of free tables.
+        self.fixed_load_vector = self.base_load_vector.plus(pinned)
+        self.pinned = self.rows.of_load_vector(pinned)
+        self.base: np.ndarray = self.rows.of_load_vector(self.base_load_vector)
         for k, (phase, _, rank_class) in enumerate(self.rows.names):
             # The mean of max(0, load - hidden) is at least mean load - mean hidden.
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
-        self.fixed_us = sum(model.fixed_us(self.fixed_tally))
+        self.fixed_us = sum(model.fixed_us(self.fixed_load_vector))
 
     def _block_costs(self, owners: OwnerRows) -> np.ndarray:
         """Return `coefficients` and `per_stream`; the rows of inequalities about the owner of the
@@ -181,8 +182,8 @@ class Relaxation:
         for o, option in enumerate(self.options):
             if option.kind == COPIES:  # inequalities about owners get 0, a valid lower bound
                 for k, t in enumerate(self.tables):
-                    out[0, k, o, :, :number] = [rows.of_tally(x)
-                                                for x in copy_tallies(self.model, t)]
+                    out[0, k, o, :, :number] = [rows.of_load_vector(x)
+                                                for x in copy_load_vectors(self.model, t)]
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
@@ -200,8 +201,8 @@ class Relaxation:
         self.phase_weight = np.concatenate([weight, owners.weight])
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
-        #: float64 [23, R], consumption by a unit of each tally row on every rank.
-        self.every = np.concatenate([rows.of_tally(Tally(every)), owners.every], axis=-1)
+        #: float64 [23, R], consumption by a unit of each load-vector row on every rank.
+        self.every = np.concatenate([rows.of_load_vector(LoadVector(every)), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
         model, costs = self.model, self.model.costs

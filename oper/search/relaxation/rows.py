@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oper.search.cost.load_vector import NUM_ROWS, LoadVector, Row
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
-from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.problem.machine import GROUPS
 
 
@@ -43,7 +43,8 @@ class ResourceRows:
         uses_host: whether rows may be in host memory.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
-        unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
+        unit: float64 [C, 23, R], consumption by a unit of each load-vector row, spread over a
+            class.
     """
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
@@ -76,16 +77,17 @@ class ResourceRows:
         classes."""
         return len(self.names)
 
-    def of_tally(self, tally: Tally) -> np.ndarray:
-        """Consumption of the resource rows by a tally; float64 [..., R].
+    def of_load_vector(self, vector: LoadVector) -> np.ndarray:
+        """Consumption of the resource rows by a load vector; float64 [..., R].
 
-        The rows of the tally may have further axes (float64 [..., 23, W]) if `tally.units` is 0.
+        The rows of the load vector may have further axes (float64 [..., 23, W]) if `vector.units`
+        is 0.
         """
-        time = self._class_means(self.model.units(tally))
+        time = self._class_means(self.model.units(vector))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):
             out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
-        out[..., self.first_memory:] = self._memory_share(tally.rows)
+        out[..., self.first_memory:] = self._memory_share(vector.rows)
         return out
 
     def _class_means(self, units: np.ndarray) -> np.ndarray:
@@ -94,8 +96,8 @@ class ResourceRows:
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _memory_share(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows [..., 23, W] -> share of the capacity of each domain class, then (if rows may
-        lie in host memory) of each host class."""
+        """Load-vector rows [..., 23, W] -> share of the capacity of each domain class, then (if
+        rows may lie in host memory) of each host class."""
         machine, classes = self.model.machine, self.classes
         groups = [(rows[..., Row.HELD, :], classes.of_domain, machine.domain,
                    machine.capacity_bytes)]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from oper.search.cost.load_vector import NUM_ROWS
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import row_makers
-from oper.search.cost.tally import NUM_ROWS
 from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 26  # of loads computed at a time
 
 
 class UnitRows:
-    """Units (of features, or of tally rows), and their loads on ranks.
+    """Units (of features, or of load-vector rows), and their loads on ranks.
 
     Units are arrays float64 [2, C, ..., 23]: the excess of an owner of class c over other ranks of
     its class, and the load of every rank of class c.
@@ -39,11 +39,11 @@ class UnitRows:
     Attributes:
         seen: int64 [C, S], one rank for each position relative to the owner; the first is the
             owner itself.
-        each: float64 [2, C, 23, 23], a unit of each tally row on the owner.
-        every: float64 [2, C, 23, 23], a unit of each tally row on every rank.
-        own_us: float64 [C, 23, P, 8], microseconds of a unit of each tally row on its owner.
-        read_us: float64 [C, 23, P], own time of a unit of each tally row on a reader, least over
-            the ranks, microseconds.
+        each: float64 [2, C, 23, 23], a unit of each load-vector row on the owner.
+        every: float64 [2, C, 23, 23], a unit of each load-vector row on every rank.
+        own_us: float64 [C, 23, P, 8], microseconds of a unit of each load-vector row on its owner.
+        read_us: float64 [C, 23, P], own time of a unit of each load-vector row on a reader, least
+            over the ranks, microseconds.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses, tables: tuple[TableProblem, ...]
@@ -98,7 +98,7 @@ class UnitRows:
         return self._known[kind]
 
     def _divided(self, rows: np.ndarray) -> np.ndarray:
-        """Convert tally rows (float64 [C, 4, 23, W]) to units (float64 [2, C, 4, 23])."""
+        """Convert load-vector rows (float64 [C, 4, 23, W]) to units (float64 [2, C, 4, 23])."""
         mine = rows[np.arange(self._first.size), ..., self._first]
         shared = (rows[self._owner_seen, ..., self._reader] if self._reader.size
                   else np.zeros_like(mine))
@@ -109,7 +109,8 @@ class UnitRows:
 
         Args:
             units: float64 [2, C, ..., 23].
-            unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
+            unit: float64 [C, 23, R], consumption by a unit of each load-vector row, spread over a
+                class.
 
         Returns:
             float64 [C, ..., R].

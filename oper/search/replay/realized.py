@@ -16,8 +16,15 @@ import numpy as np
 from oper.messages import owners_pool
 from oper.plan import Piece, Plan
 from oper.search.cost.links import transfer
+from oper.search.cost.load_vector import (
+    NUM_RELATIONAL,
+    NUM_ROWS,
+    SUM_ROWS,
+    LoadVector,
+    Row,
+    key_rows,
+)
 from oper.search.cost.model import CostModel, Phase
-from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally, key_rows
 from oper.search.problem.machine import Machine, Term, add_wire
 from oper.search.problem.statement import (
     IDS,
@@ -48,11 +55,11 @@ class StepLoad:
 class RealizedLoad:
     """Computes the phases of a step from real batches.
 
-    Exchanged bytes are arrays float64 [10, W, W]: by row of a tally that concerns pairs of ranks,
-    by sender, and by receiver. Bag gradients take as many bytes as partial sums, in the other
-    direction. Entries that cannot occur, or whose bytes are counted in another row, are ignored:
-    reads of host memory by ranks of another host, messages within a host, and changed rows sent to
-    copies in the same domain.
+    Exchanged bytes are arrays float64 [10, W, W]: by row of a load vector that concerns pairs of
+    ranks, by sender, and by receiver. Bag gradients take as many bytes as partial sums, in the
+    other direction. Entries that cannot occur, or whose bytes are counted in another row, are
+    ignored: reads of host memory by ranks of another host, messages within a host, and changed rows
+    sent to copies in the same domain.
 
     Args:
         problem: machine and cost constants, and the plan's tables in the plan's order.
@@ -67,8 +74,9 @@ class RealizedLoad:
                                   problem.topology.num_hosts)
         self.placed = {e.table.name: [Placed(e, self.world_size, k, not self._pools)
                                       for k in range(len(e.pieces))] for e in plan.tables}
-        self.fixed_us = self.model.fixed_us(reduce(Tally.plus, (
-            self.model.tally(problem.table(e.table.name), e.pieces, True) for e in plan.tables)))
+        self.fixed_us = self.model.fixed_us(reduce(LoadVector.plus, (
+            self.model.load_vector(problem.table(e.table.name), e.pieces, True)
+            for e in plan.tables)))
         self.has_push = any(p.pushes.any() for ps in self.placed.values() for p in ps)
 
     def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
@@ -205,7 +213,7 @@ def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
 
 
 def _own(rows: np.ndarray) -> np.ndarray:
-    """Copy of tally rows with those that concern pairs of ranks set to 0; float64 [23, W]."""
+    """Copy of load-vector rows with those that concern pairs of ranks set to 0; float64 [23, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
     return out

@@ -21,8 +21,8 @@ import numpy as np
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.columns import SQUARE_BYTES
+from oper.search.cost.load_vector import NUM_ROWS, SUM_ROWS, Row
 from oper.search.cost.space import PUSH, SHARD
-from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.pricing.master import Bound
 from oper.search.problem.machine import GROUPS, REFRESH, REQUEST, TERMS, Term, add_wire
 from oper.search.problem.overlap import RESOLVE
@@ -96,8 +96,8 @@ class Loads:
         num_loads: G = 5 P + 1, or 7 P + 1.
         class_of: int64 [W], class of each rank.
         piece_us: float64 [G], load of one more column piece of a table on each rank.
-        read_unit: float64 [C, 23, C, G], load of a unit of each tally row on ranks that do not own
-            it, by class of the owner and class of the rank.
+        read_unit: float64 [C, 23, C, G], load of a unit of each load-vector row on ranks that do
+            not own it, by class of the owner and class of the rank.
         own_unit: float64 [C, 23, G], excess load of the owner over other ranks of its class.
         mate_unit: float64 [2, C, 23, G], excess load, because of shared links, of other ranks of
             the owner's class on its host, and in its rack, over such ranks elsewhere.
@@ -192,8 +192,8 @@ class Loads:
     def base(self, num_tables: int) -> np.ndarray:
         """Loads that every plan puts on each rank, minus those of one piece per table; float64 [W,
         G]."""
-        model, tally = self.model, self.relaxation.base_tally
-        groups = model.group_us(model.units(tally))
+        model, vector = self.model, self.relaxation.base_load_vector
+        groups = model.group_us(model.units(vector))
         groups[:, 0] += groups[:, GROUPS.index("host_memory")]
         groups = groups[:, self.groups]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
@@ -201,7 +201,7 @@ class Loads:
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
         out[:, :-1] -= num_tables * self.piece_us[:-1]
         machine = model.machine
-        held = machine.per_domain(tally.rows[Row.HELD]) / np.maximum(
+        held = machine.per_domain(vector.rows[Row.HELD]) / np.maximum(
             self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
@@ -380,7 +380,7 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class and feature of rows held as `kind`: the owner's excess over
+        """Load-vector rows by class and feature of rows held as `kind`: the owner's excess over
         other ranks of its class, per column and per id stream, and the same two for all ranks of
         the class; four arrays float64 [T, C, 4, 23]."""
         found = self.relaxation.units.of(kind)
@@ -475,7 +475,7 @@ class Annealing:
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
         """Fixed costs of a plan with `num_pushed` pushed tiers and `num_split` column splits of
         tables with row-wise optimizers, microseconds."""
-        base = self.relaxation.base_tally
+        base = self.relaxation.base_load_vector
         return float(sum(self.relaxation.model.fixed_us(replace(
             base, num_pushed=base.num_pushed + num_pushed,
             num_split=base.num_split + num_split))))

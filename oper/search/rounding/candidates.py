@@ -15,8 +15,8 @@ from operator import itemgetter
 
 import numpy as np
 
+from oper.search.cost.load_vector import row_bytes
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
-from oper.search.cost.tally import row_bytes
 from oper.search.pricing.master import Bound
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem

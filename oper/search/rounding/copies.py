@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Tier
-from oper.search.cost.tally import Tally, row_bytes
+from oper.search.cost.load_vector import LoadVector, row_bytes
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, tallied
+from oper.search.rounding.placing import Placement, plan_load_vector
 
 #: Parts per mean load of a rank that copies are cut into; less if cutting adds a second tier.
 _COARSE, _FINE = 4, 16
@@ -53,13 +53,13 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
         count = max(1, min(int(np.ceil(fine * w / mean)), len(sets), _MAX_SETS))
         parts += [(k, i, n, x) for x in _cut(tables[k], placements[k][i].tiers[n], count)]
 
-    def loads(tally: Tally) -> np.ndarray:
+    def loads(vector: LoadVector) -> np.ndarray:
         """Microseconds by phase and by group of terms that run concurrently; [P, 8, W]."""
-        return model.group_us(model.units(tally))
+        return model.group_us(model.units(vector))
 
-    each = np.stack([loads(model.piece_tally(
+    each = np.stack([loads(model.piece_load_vector(
         tables[k], replace(placements[k][i], tiers=(x,)), True)) for k, i, _, x in parts])
-    total = loads(tallied(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
+    total = loads(plan_load_vector(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
     return _with(placements, parts, [sets[x] for x in _assigned(each, total, sets)])
 
 

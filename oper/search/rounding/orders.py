@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from oper.plan import Tier
+from oper.search.cost.load_vector import NUM_ROWS, Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, evaluated, is_cut, tallied
+from oper.search.rounding.placing import Placement, evaluated, is_cut, plan_load_vector
 
 _SQUARINGS = 8  # a sum of powers with exponent 2**8 approximates the load of the slowest rank
 _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
@@ -52,7 +52,7 @@ class _Orders:
     Attributes:
         hidden: float64 [P, 1, W], declared dense compute that overlaps with each phase, in
             microseconds.
-        total: the tally of the whole plan.
+        total: the load vector of the whole plan.
         excess: see `_excess`.
         tiers: by (table, piece, tier), the items with the orders found so far.
         rows: by item, its part of `total`, float64 [23, W].
@@ -62,7 +62,7 @@ class _Orders:
         self.model, self.given = relaxation.model, placements
         self.class_of, self.classes = relaxation.classes.of_rank, relaxation.classes.ranks
         self.hidden = 1e6 * self.model.hidden[:, None]  # [P, 1, W]
-        self.total = tallied(relaxation, list(placements))
+        self.total = plan_load_vector(relaxation, list(placements))
         self.excess = _excess(self.model, self.classes)
         self.tiers: dict[tuple[int, int, int], Tier] = {}
         self.rows: dict[tuple[int, int, int], np.ndarray] = {}
@@ -76,7 +76,7 @@ class _Orders:
                     if len(tier.ranks) > 1 and not (is_pushed and pushed > 1) and (
                             tier.placement != "replicated" or len(tier.ranks) == world):
                         self.tiers[k, i, n] = tier
-                        self.rows[k, i, n] = self.model.piece_tally(
+                        self.rows[k, i, n] = self.model.piece_load_vector(
                             t, replace(piece, tiers=(tier,)), ordered).rows
 
     def placements(self) -> list[Placement]:
@@ -86,7 +86,8 @@ class _Orders:
             for i, p in enumerate(pieces)) for k, pieces in enumerate(self.given)]
 
     def _loads(self, rows: np.ndarray) -> np.ndarray:
-        """Return the loads, float64 [P, 8, W], of a plan with the tally `rows`, float64 [23, W]."""
+        """Return the loads, float64 [P, 8, W], of a plan with the load vector `rows`, float64 [23,
+        W]."""
         us = self.model.group_us(self.model.units(replace(self.total, rows=rows)))
         return np.asarray((us - self.hidden).clip(0.0))
 
@@ -140,7 +141,8 @@ class _Orders:
         busy = np.unique(loads.max(axis=1).argmax(axis=-1))
         busy = busy[np.isin(busy, ranks)]
         a, b = (x.ravel() for x in np.meshgrid(busy, ranks, indexing="ij"))
-        # Only for interchangeable ranks is the tally after a swap a permutation of its columns.
+        # Only for interchangeable ranks is the load vector after a swap a permutation of its
+        # columns.
         keep = (a != b) & (self.class_of[a] == self.class_of[b])
         a, b = a[keep], b[keep]
         if not a.size:
@@ -176,8 +178,8 @@ def _smoothed(loads: np.ndarray) -> float:
 
 
 def _excess(model: CostModel, classes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return by how much a unit of each tally row loads its owner more than it loads the other
-    ranks of the owner's class; float64 [classes, 23, P * 8]."""
+    """Return by how much a unit of each load-vector row loads its owner more than it loads the
+    other ranks of the owner's class; float64 [classes, 23, P * 8]."""
     out = []
     for ranks in classes:
         unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(model.machine.world_size) == ranks[0])

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.cost.load_vector import LoadVector
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
-from oper.search.cost.tally import Tally
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
@@ -118,26 +118,26 @@ def is_cut(pieces: Placement) -> bool:
     return any(len(p.tiers) > 1 for p in pieces)
 
 
-def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
-    """Tally of a table's placement, in hotness order if it is cut by rows."""
-    return model.tally(t, pieces, t.ids_are_positions or is_cut(pieces))
+def table_load_vector(model: CostModel, t: TableProblem, pieces: Placement) -> LoadVector:
+    """Load vector of a table's placement, in hotness order if it is cut by rows."""
+    return model.load_vector(t, pieces, t.ids_are_positions or is_cut(pieces))
 
 
-def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
-    """Tally of a plan with the given placements of the relaxation's tables."""
-    total, known = relaxation.base_tally, relaxation.tallies
+def plan_load_vector(relaxation: Relaxation, placements: list[Placement]) -> LoadVector:
+    """Load vector of a plan with the given placements of the relaxation's tables."""
+    total, known = relaxation.base_load_vector, relaxation.load_vectors
     for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
         if (k, pieces) not in known:
             if len(known) >= 2 * len(relaxation.tables):
                 del known[next(iter(known))]
-            known[k, pieces] = table_tally(relaxation.model, t, pieces)
+            known[k, pieces] = table_load_vector(relaxation.model, t, pieces)
         total = total.plus(known[k, pieces])
     return total
 
 
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:
     """Evaluation of a plan with the given placements of the relaxation's tables."""
-    return relaxation.model.evaluation(tallied(relaxation, placements))
+    return relaxation.model.evaluation(plan_load_vector(relaxation, placements))
 
 
 def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:

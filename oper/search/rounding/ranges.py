@@ -16,7 +16,7 @@ from oper.plan import Tier
 from oper.search.cost.model import Evaluation
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, table_tally, tallied
+from oper.search.rounding.placing import Placement, plan_load_vector, table_load_vector
 
 _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128  # shares of a range's lookups that are moved
 _MAX_TIERS = 8  # upper limit of the tiers of a piece
@@ -38,22 +38,22 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
     free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]
     if not free:
         return out
-    total = tallied(relaxation, out)
+    total = plan_load_vector(relaxation, out)
     known, trials = model.evaluation(total), 0
     found = True
     while found:
         found = False
         for k in free:
-            rest = total.plus(table_tally(model, tables[k], out[k]), -1)
+            rest = total.plus(table_load_vector(model, tables[k], out[k]), -1)
             for pieces in _neighbours(relaxation.problem, tables[k], out[k], known):
                 trials += 1
                 if trials > _TRIALS or over():
                     return out
-                tally = rest.plus(table_tally(model, tables[k], pieces))
-                new = model.evaluation(tally)
+                vector = rest.plus(table_load_vector(model, tables[k], pieces))
+                new = model.evaluation(vector)
                 if new.fullest <= max(1.0, known.fullest) and (
                         new.step_us < known.step_us * (1 - _MIN_GAIN)):
-                    out[k], total, known, found = pieces, tally, new, True
+                    out[k], total, known, found = pieces, vector, new, True
                     break
     return out
 

@@ -1,4 +1,8 @@
-"""Tallies: the load of a plan on every rank, as numbers that add up over tables."""
+"""Load vectors: what a plan costs each rank, in quantities that add up over tables.
+
+A load vector has 23 quantities (`Row`) per rank: bytes, ids, rows and nanoseconds. The load vector
+of a plan is the sum of those of its tables.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ ODD_PASSES = (1, 2, 4)
 
 
 class Row:
-    """Indices of the rows of a tally.
+    """Indices of the quantities in a load vector, the rows of `LoadVector.rows`.
 
     The first ten are bytes that an owner exchanges with *each* reading rank: pulled rows served,
     gradients, changed rows, pushed ids, partial sums; rows in host memory, served per id to ranks
@@ -47,11 +51,11 @@ SUM_ROWS = [Row.PARTIALS, Row.ANSWERS, Row.RETURNED]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tally:
-    """The load of each rank; tallies of tables can be added.
+class LoadVector:
+    """The load of each rank, by quantity; load vectors of tables can be added.
 
     Attributes:
-        rows: float64 [23, W], by `Row`.
+        rows: float64 [23, W], a row per quantity (`Row`), a column per rank.
         units: float64 [phases, 9, W], units by phase and term of what `rows` cannot express: the
             traffic of tiers that are replicated on only some ranks, and the sums of squares that
             owners of a row's columns send each other; 0.0 if there are none.
@@ -65,11 +69,11 @@ class Tally:
     num_pushed: int = 0
     num_split: int = 0
 
-    def plus(self, other: Tally, sign: int = 1) -> Tally:
-        """The sum of this tally and `other` (with `sign=-1`, the difference)."""
-        return Tally(self.rows + sign * other.rows, self.units + sign * other.units,
-                     self.num_pushed + sign * other.num_pushed,
-                     self.num_split + sign * other.num_split)
+    def plus(self, other: LoadVector, sign: int = 1) -> LoadVector:
+        """The sum of this load vector and `other` (with `sign=-1`, the difference)."""
+        return LoadVector(self.rows + sign * other.rows, self.units + sign * other.units,
+                          self.num_pushed + sign * other.num_pushed,
+                          self.num_split + sign * other.num_split)
 
 
 def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
@@ -134,7 +138,7 @@ class Messages:
 
 
 def key_rows(t: TableProblem, problem: Problem, counts: np.ndarray | None = None) -> np.ndarray:
-    """Return the tally of a dynamic table's directory, float64 [23, W]; 0 for other tables.
+    """Return the load vector of a dynamic table's directory, float64 [23, W]; 0 for other tables.
 
     Every rank finds the rows of its ids. For an update, it passes on its distinct keys and its ids
     without a row to the ranks of its memory domain, which divide the buckets among them, and to one
