@@ -29,18 +29,18 @@ class PackMoves : protected PackOwners {
   // Makes a random move; returns false if it is not possible.
   bool propose() {
     const double u = random_.unit();
-    if (u < 0.10) return retier();
-    if (u < 0.13) return recut();
+    if (u < 0.10) return change_tiers();
+    if (u < 0.13) return change_columns();
     if (u < 0.15) return relevel();
     if (u < 0.22) return transfer();
     const int id = pick_piece();
-    if (id < 0) return retier();
+    if (id < 0) return change_tiers();
     if (u < 0.50) return exchange(id);
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
     if (u < 0.88) return merge(id);
-    if (u < 0.92) return redeal_all(id);
-    return redeal(id);
+    if (u < 0.92) return reassign_all(id);
+    return reassign(id);
   }
 
   // Move an owner's part to another rank, or swap it with a part of another table on that rank; of
@@ -145,7 +145,7 @@ class PackMoves : protected PackOwners {
   }
 
   // Changes the owners of a piece or their weights.
-  bool redeal(int id) {
+  bool reassign(int id) {
     Piece x = pieces_[id];
     const int most = max_owners(x.table);
     if (most == 1) return false;
@@ -190,9 +190,10 @@ class PackMoves : protected PackOwners {
     return true;
   }
 
-  // Adds an owner to every piece of a table, or removes one. The length of a phase is often determined
-  // by the largest shares of several pieces, so that changing only one of them would gain nothing.
-  bool redeal_all(int id) {
+  // Adds an owner to every piece of a table, or removes one. The length of a phase is often
+  // determined by the largest shares of several pieces, so that changing only one of them would
+  // gain nothing.
+  bool reassign_all(int id) {
     const int k = pieces_[id].table, most = max_owners(k);
     if (most == 1) return false;
     const bool more = random_.unit() < 0.5;
@@ -239,7 +240,7 @@ class PackMoves : protected PackOwners {
   }
 
   // Gives a part another candidate.
-  bool retier() {
+  bool change_tiers() {
     const int64_t k = pick_part();
     const int64_t candidate = other_candidate(k, candidate_[k]);
     if (candidate == candidate_[k]) return false;
@@ -297,7 +298,7 @@ class PackMoves : protected PackOwners {
   }
 
   // Divides a part into pieces again, with another width or number of owners.
-  bool recut() {
+  bool change_columns() {
     const int id = random_.unit() < 0.5 ? pick_piece() : -1;
     const int64_t k = id < 0 ? pick_part() : pieces_[id].table;
     if (of_table_[k].empty()) return false;

@@ -39,7 +39,8 @@ struct Piece {
   int table = 0, width = 0, owners = 0, total = 0;
   uint16_t rank[kMaxOwners];
   uint8_t weight[kMaxOwners];
-  float mass[kMaxOwners], sums[kMaxOwners];  // shares of lookups and of partial sums; `deal` sets them
+  float mass[kMaxOwners],
+      sums[kMaxOwners];  // shares of lookups and of partial sums; `assign_rows` sets them
 
   Piece() = default;
   Piece(const Piece& x) { *this = x; }

@@ -54,7 +54,7 @@ class PackState {
     for (int64_t k = 0; k < T; ++k) add_stay(k, 1);
     pieces_.clear(), free_.clear();
     of_table_.assign(T, {}), on_rank_.assign(W, {}), counted_cuts_.assign(T, 0.0);
-    recut_.clear();
+    split_again_.clear();
     squares_.assign(whole_, {}), between_.assign(whole_, 0.0), difference_.assign(W, {});
     is_changed_.assign(whole_, 0), changed_.clear();
     owns_.assign(T * W, 0);
@@ -133,7 +133,7 @@ class PackState {
   // Sets the owners' shares of lookups and of partial sums. Rows are assigned to owners
   // round-robin, by weight: each owner has its weight's share of the lookups, except that the
   // hottest rows count with their actual shares.
-  void deal(Piece& x) const {
+  void assign_rows(Piece& x) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};
     if (x.owners > 1) {
@@ -290,7 +290,7 @@ class PackState {
     replace(id, nothing);
   }
   void replace(int id, Piece x) {
-    if (x.owners > 0) deal(x);
+    if (x.owners > 0) assign_rows(x);
     carry(pieces_[id], x);
     log_.push_back({id, pieces_[id]});
     link(id, x);
@@ -305,8 +305,10 @@ class PackState {
       if (differs(i)) drop(on_rank_[was.rank[i]], id), --owns_[was.table * W + was.rank[i]];
     for (int i = 0; i < x.owners; ++i)
       if (differs(i)) on_rank_[x.rank[i]].push_back(id), ++owns_[x.table * W + x.rank[i]];
-    if (was.owners == 0) of_table_[x.table].push_back(id), free_.pop_back(), recut_.push_back(x.table);
-    if (x.owners == 0) drop(of_table_[was.table], id), free_.push_back(id), recut_.push_back(was.table);
+    if (was.owners == 0)
+      of_table_[x.table].push_back(id), free_.pop_back(), split_again_.push_back(x.table);
+    if (x.owners == 0)
+      drop(of_table_[was.table], id), free_.push_back(id), split_again_.push_back(was.table);
     was = x;
   }
   static void drop(std::vector<int>& list, int id) {
@@ -323,8 +325,8 @@ class PackState {
     saved_level_ = level_;
   }
   void finish_move() {
-    for (const int k : recut_) settle_cuts(k);
-    recut_.clear();
+    for (const int k : split_again_) settle_cuts(k);
+    split_again_.clear();
     for (const auto& [id, was] : log_) note_change(was.table), note_change(pieces_[id].table);
     for (const int64_t k : changed_) settle_squares(k), is_changed_[k] = 0;
     changed_.clear();
@@ -348,8 +350,8 @@ class PackState {
     }
     every_ = saved_every_, fill_ = saved_fill_, share_ = saved_share_, share_sum_ = saved_share_sum_;
     level_ = saved_level_;
-    for (const int k : recut_) counted_cuts_[k] = cuts_of(k);
-    recut_.clear();
+    for (const int k : split_again_) counted_cuts_[k] = cuts_of(k);
+    split_again_.clear();
   }
 
   // -- pulled rows ----------------------------------------------------------------------------------
@@ -484,7 +486,7 @@ class PackState {
   std::vector<double> share_sum_, saved_share_sum_;  // sums of share_ by class, by which shares are divided
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_, saved_share_;
   std::vector<Piece> pieces_;
-  std::vector<int> free_, recut_, family_;
+  std::vector<int> free_, split_again_, family_;
   std::vector<int64_t> changed_;  // tables whose sums of squares may have changed in this move
   std::vector<uint8_t> is_changed_;
   std::vector<double> counted_cuts_;

@@ -30,7 +30,8 @@ struct OperFit {
   const double* total_ids;  // [T]
   const double* hot;      // [T, H, 3], features except rows of a table's hottest rows, then zeros
   const uint8_t* may;     // [T, C], whether the table may be pushed to the class
-  const double* narrow;   // [N], narrowest width of each type; a table's first type is the whole row
+  // [N], narrowest width of the pieces of each type. A table's first type has all of its columns.
+  const double* narrow;
   const double* floor;    // [C, G], load that every plan puts on the owner
   const double* most;     // [G], upper limit of the load of a piece
   double step;            // upper limit of the sum over phases

@@ -15,10 +15,10 @@ from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate.leaf import Checker
-from oper.search.certificate.prices import Asked, Leaf
+from oper.search.certificate.prices import Leaf, UnitPrices
 from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH, hosts_are_alike
+from oper.search.cost.space import PUSH, hosts_are_interchangeable
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import Bound, lower_bound, solve_node
 from oper.search.pricing.node import (
@@ -145,7 +145,7 @@ def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray) -> float:
     costs.model = SimpleNamespace(tiers_ns=lambda _: 0.0)  # type: ignore[assignment]
     most = np.minimum(1.0, mass)
     line = share[:, None] * np.where(mass > 0, 1 / np.maximum(most, 1e-9), 0.0)
-    asked = Asked({}, np.ones((1, mass.size)), np.zeros(()), 0.0, 0.0, 0.0)
+    asked = UnitPrices({}, np.ones((1, mass.size)), np.zeros(()), 0.0, 0.0, 0.0)
     return float(costs._pushed(np.zeros(1, np.int64), asked, go[None],
                                np.full((1, share.size), np.inf), mass[None],
                                np.zeros((1, share.size), bool),
@@ -336,7 +336,7 @@ def test_each_row_is_a_bound_that_some_plan_nearly_attains(name, objective):
         model, world = CostModel(problem), problem.machine.world_size
         of_rank, link = neighbourhoods(problem.machine)
         apart = model.request_phase, GROUPS.index(link)
-        relaxation = Relaxation(model, apart if hosts_are_alike(model) else None)
+        relaxation = Relaxation(model, apart if hosts_are_interchangeable(model) else None)
         checker = Checker(model, relaxation.distinguished)
         for n in range(3 if pushed == 1 else 6):  # owners of several pushed tables are random
             owners = [0, *rng.integers(world, size=pushed - 1).tolist()]
@@ -374,7 +374,8 @@ def test_owners_that_pool_in_inference_are_bounded_as_well(monkeypatch):
     assert Relaxation(CostModel(problem)).inequalities
     plan = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
     assert verify_plan(plan, problem).certified
-    monkeypatch.setattr("oper.search.relaxation.inequalities.OwnerRows._rows", lambda *_: iter(()))
+    monkeypatch.setattr("oper.search.relaxation.inequalities.OwnerInequalities._rows",
+                        lambda *_: iter(()))
     without = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
     assert plan.lower_bound_us >= without.lower_bound_us * (1 - 1e-9)
 
@@ -493,7 +494,8 @@ def test_no_host_is_distinguished_if_hosts_differ():
     """A pinned table makes hosts differ; the bound is still valid."""
     held = {"tables": {"t0": {"ranks": [0, 1]}}}
     uneven = stated(1, "hosts", constraints=held)
-    assert hosts_are_alike(CostModel(stated(1, "hosts"))) and not hosts_are_alike(CostModel(uneven))
+    assert hosts_are_interchangeable(CostModel(stated(1, "hosts")))
+    assert not hosts_are_interchangeable(CostModel(uneven))
     plan = plan_problem(uneven, target_gap=0.0)
     better = tighten_bound(plan, uneven, max_work=1400)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us

@@ -18,7 +18,7 @@ from oper.search import evaluate, make_plan, make_problem, verify_plan
 from oper.search.certificate.carried import not_certified, problem_digest, with_bound
 from oper.search.cost.load_vector import NUM_ROWS, LoadVector, Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH, REPLICATED, SHARD, hosts_are_alike, outside_space
+from oper.search.cost.space import PUSH, REPLICATED, SHARD, hosts_are_interchangeable, outside_space
 from oper.search.explain.summary import as_json, summary
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.node import (
@@ -149,7 +149,8 @@ def test_hosts_are_interchangeable_only_with_equal_overlap() -> None:
     problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096)
     hidden = [0.0, 0.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
     stated = with_overlap(problem, {"forward": hidden, "update": hidden})
-    assert hosts_are_alike(CostModel(problem)) and not hosts_are_alike(CostModel(stated))
+    assert hosts_are_interchangeable(CostModel(problem))
+    assert not hosts_are_interchangeable(CostModel(stated))
 
 
 def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:
@@ -231,12 +232,12 @@ def _negative(proof: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("change", "word"), [
     (_higher_price, "its prices prove"),
     (_no_half, "cannot be read"),
-    (_negative, "a price of the proof is -1"),
+    (_negative, "of the proof is -1"),
     (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
     (lambda p: p.update(parts=[]), "no part of the proof bounds"),
     (lambda p: _name_classes(p, 99), "cannot be read"),
     (lambda p: _name_classes(p, -1), "negative class index: -1"),
-    (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
+    (lambda p: p["parts"][0].update(plans=["all"]), "but the kinds are"),
     (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
     (lambda p: p.update(problem="0" * 64), "another problem"),
     (lambda p: p.pop("parts"), "no proof"),
@@ -433,7 +434,7 @@ def test_directories_of_keys_cost_as_much_in_the_bound_as_in_the_model(name):
     topology = replace(TOPOLOGIES[name], costs=Costs(
         phase_us=1.0, key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0))
     static, keyed = (make_problem(specs, x, topology, batch_size=512) for x in (stats, dynamic))
-    world, near = topology.world_size, keyed.machine.num_near[0]
+    world, near = topology.world_size, keyed.machine.num_domain[0]
     tables = [t for t in keyed.tables if t.default_share is not None]
     assert [t.spec.name for t in tables] == ["t0", "t2"]
     ids = sum(t.traffic.num_ids for t in tables)

@@ -10,7 +10,7 @@ from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import EXECUTABLE, evaluate, make_plan, make_problem, summary
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH, hosts_are_alike
+from oper.search.cost.space import PUSH, hosts_are_interchangeable
 from oper.search.planner import plan_problem
 from oper.search.pricing.node import Node
 from oper.search.problem import statement
@@ -272,7 +272,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
         many = stated(seed, name, 3, COSTS if seed == 0 else None)  # else bytes are most of a step
         model, machine = CostModel(many), many.machine
         load = model.request_phase, GROUPS.index(neighbourhoods(machine)[1])
-        relaxation = Relaxation(model, load if hosts_are_alike(model) else None)
+        relaxation = Relaxation(model, load if hosts_are_interchangeable(model) else None)
         shape = len(many.tables), len(relaxation.options)
         for _ in range(6):
             owners = [0, *rng.integers(machine.world_size, size=2).tolist()]

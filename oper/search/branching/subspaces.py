@@ -16,7 +16,7 @@ import numpy as np
 from oper.search.branching.proof import grow_as, load_name, part_to_json
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.cost.space import hosts_are_interchangeable, may_rest, restricted, splits_pay
 from oper.search.pricing.master import Bound, solve_node
 from oper.search.pricing.node import Node
 from oper.search.problem.machine import GROUPS, neighbourhoods
@@ -221,7 +221,7 @@ def _host_loads(relaxation: Relaxation) -> list[Load]:
     hosts differ, if no link is slow, or if there are more than two classes of ranks."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
-    if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
+    if not (relaxation.inequalities and of_rank.any() and hosts_are_interchangeable(model)
             and len(relaxation.classes.ranks) <= _MANY_CLASSES):
         return []
     return sorted({x.load for x in relaxation.inequalities if GROUPS[x.load[1]] == group})

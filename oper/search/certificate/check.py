@@ -27,14 +27,14 @@ from oper.search.certificate.loads import PIECE_GROUPS
 from oper.search.certificate.prices import (
     APART,
     FREE,
-    OWNER_ROWS,
+    OWNER_INEQUALITIES,
     PUSHES,
     SPREAD,
     STILL as PUSHES_NOTHING,
     Leaf,
 )
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.cost.space import hosts_are_interchangeable, may_rest, restricted, splits_pay
 from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
@@ -144,9 +144,11 @@ class Proof:
         """Yield the recomputed bound of each leaf of a part, microseconds."""
         plans = {str(x) for x in value["plans"]}
         if not plans or not plans <= set(PLANS):
-            raise _ProofError(f"a part of the proof is for plans {plans}, not some of {PLANS}")
+            raise _ProofError(f"a part of the proof is for the kinds of plans {sorted(plans)}, but "
+                              f"the kinds are {list(PLANS)}: plan again with this release")
         if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
-            raise _ProofError("copies per host and pushed rows are in one part of the proof")
+            raise _ProofError("one part of the proof is for plans that push nothing and plans "
+                              "that push, but with copies per host these need separate parts")
         apart = None if value["apart"] is None else self._apart(value["apart"])
         checker = Checker(CostModel(restricted(self.problem, plans)), apart)
         self.covered |= plans
@@ -182,8 +184,8 @@ class Proof:
         single host: memory domain). Raises unless hosts are interchangeable, which allows the
         first one to be taken without loss of generality."""
         load = self._load(value)
-        if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
-                self.model):
+        if (GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1]
+                or not hosts_are_interchangeable(self.model)):
             raise _ProofError("the proof assumes interchangeable hosts, and they are not")
         return load
 
@@ -197,12 +199,14 @@ class Proof:
         if "table" in value:
             k = names.index(value["table"])
             if at.pushes[k] != FREE:
-                raise _ProofError(f"table {value['table']!r} is branched on twice on a path")
+                raise _ProofError(f"a path of the proof's tree branches on table "
+                                  f"{value['table']!r} twice")
             halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:
-                raise _ProofError(f"a node of the tree is branched on at {cut} us")
+                raise _ProofError(f"a node of the proof's tree is branched on at a load of {cut} "
+                                  "us, not at a number >= 0")
             halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
                       replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
         for half, below in zip(halves, (first, second), strict=True):
@@ -221,7 +225,7 @@ class Proof:
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
             if not 0 <= price < math.inf:
-                raise _ProofError(f"a price of the proof is {price}")
+                raise _ProofError(f"price {number} of the proof is {price}, not a number >= 0")
             if kind == "load":
                 (p, g), ranks = self._load(what[:2]), classes.ranks[_number(what[2])]
                 weights[p * len(GROUPS) + g, _number(what[2])] += price / len(ranks)
@@ -231,27 +235,29 @@ class Proof:
                 weights[row, here[of_rank[checker.probe.first]]] += price / max(
                     float(size[here].sum()), 1e-3)
                 memory_us += price
-            elif kind in OWNER_ROWS:
+            elif kind in OWNER_INEQUALITIES:
                 owner.append((kind, *self._about(kind, what, checker), price))
             else:
-                raise _ProofError(f"the proof has a row of unknown kind {kind!r}")
+                raise _ProofError(
+                    f"price {number} of the proof is for a row of kind {kind!r}, but the kinds are "
+                    f"{['load', *memories, *OWNER_INEQUALITIES]}: plan again with this release")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
-        """The load (phase, group) of a row about the owner of the largest piece; raises if the
-        problem has no such row."""
+        """The load (phase, group) of an inequality about the owner of the largest piece; raises
+        `_ProofError` if the problem has no such inequality."""
         m, load = self.problem.machine, self._load(what)
         _, link = neighbourhoods(m)
         slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
         if m.world_size == 1 or (kind in (SPREAD, APART) and not slow) or (
                 kind == APART and checker.apart is None):
-            raise _ProofError(f"the proof has a {kind!r} row about {what}, which this problem does "
-                              "not have")
+            raise _ProofError(f"the proof has a row of kind {kind!r} for the load {list(what)}, "
+                              "which this problem does not have")
         return load
 
 
 def _number(value: Any) -> int:
-    """The index of a class of ranks, memories or hosts; raises if it is negative."""
+    """The index of a class of ranks, memories or hosts; raises `_ProofError` if negative."""
     if int(value) < 0:
         raise _ProofError(f"the proof has a negative class index: {value}")
     return int(value)

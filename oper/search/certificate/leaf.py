@@ -8,7 +8,8 @@ where base are the loads that every plan has, and hidden is the dense compute th
 phase. So the bound follows from every table's least cost at weights y. Two further kinds of prices
 are added to y: prices of memory, whose contribution is never positive because a plan that fits
 exceeds no memory; and prices of the inequalities about the owner of the largest piece
-(`oper.search.certificate.prices.OWNER_ROWS`), which count towards the sum of their phase's weights.
+(`oper.search.certificate.prices.OWNER_INEQUALITIES`), which count towards the sum of their phase's
+weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.certificate.prices import APART, READER, SPREAD, Asked, Leaf
+from oper.search.certificate.prices import APART, READER, SPREAD, Leaf, UnitPrices
 from oper.search.certificate.tables import TableCosts
 from oper.search.cost.load_vector import NUM_ROWS, SUM_ROWS, Row
 from oper.search.cost.model import CostModel
@@ -113,10 +114,11 @@ class Checker:
                 piece + floor[p, g] - times * self.hidden[:, p].max()
                 + (times - 1.0) * self.beside[p, g] * floor[p, LOCAL])
         owned = self._price(self.owned, leaf)
-        asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},
-                      self.per_byte @ owned[:, :-1].T, owned[:, -1],
-                      *self._price(self.charges, leaf)[0])
-        found = self.costs.least(asked, leaf, self.floor - self.hidden[..., None])
+        prices = UnitPrices({k: np.moveaxis(self._price(x, leaf), 1, 0)
+                             for k, x in self.asked.items()},
+                            self.per_byte @ owned[:, :-1].T, owned[:, -1],
+                            *self._price(self.charges, leaf)[0])
+        found = self.costs.least(prices, leaf, self.floor - self.hidden[..., None])
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
     def _spared(self, kind: str, g: int) -> float:

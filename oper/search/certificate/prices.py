@@ -10,7 +10,7 @@ import numpy as np
 FREE, STILL, PUSHES = 0, 1, 2
 #: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
 #: work; links; links with the first host, the assumed owner, distinguished.
-OWNER_ROWS = READER, SPREAD, APART = "reader", "spread", "apart"
+OWNER_INEQUALITIES = READER, SPREAD, APART = "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class Leaf:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """Prices of the units of load that tables consume, for C classes of owners.
+class UnitPrices:
+    """What a unit of load costs at a leaf's prices, for T tables and C classes of owners.
 
     Attributes:
         cost: maps each way of holding rows (`KINDS` of `oper.search.cost.space`) to float64
@@ -47,9 +47,9 @@ class Asked:
             it that does not depend on the number of columns.
         partial: float64 [T, C], price of a byte of partial sums.
         own: float64 [C], price of an id that a rank pushes to itself.
-        piece: price of one more piece of a table.
-        tier: price of a nanosecond in every pass over a table's ids.
-        bag: price of a bag of a table some of whose rows are pushed.
+        piece: price of each further column piece of a table.
+        tier: price of a nanosecond per id in every pass over a table's ids, as several tiers take.
+        bag: price of a bag of a table with pushed rows.
     """
 
     cost: dict[str, np.ndarray]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.certificate.prices import PUSHES, STILL, Asked, Leaf
+from oper.search.certificate.prices import PUSHES, STILL, Leaf, UnitPrices
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
@@ -32,7 +32,9 @@ from oper.search.problem.statement import IDS
 STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
-_FEW_OWNERS = 9  # of each of two classes, up to which both have exact partial sums; the search: 8
+#: Partial sums of pieces with owners in two classes are exact for up to this many full owners of
+#: each class; the search has 8.
+_FEW_OWNERS = 9
 _ROUNDING = 1e-9
 _MASSES = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # at which tangents bound an owner's load
 
@@ -80,7 +82,7 @@ class TableCosts:
         self.share = self.width / self.dims[self.of]  # of a table's columns
         #: Tables of equal dim that may or may not be cut, int64 [K], and their types of pieces,
         #: int64 [K, widths].
-        self.alike = [(k, np.flatnonzero(np.isin(self.of, k)).reshape(k.size, -1)) for k in (
+        self.groups = [(k, np.flatnonzero(np.isin(self.of, k)).reshape(k.size, -1)) for k in (
             np.array([n for n in range(len(tables)) if (int(self.dims[n]), self.cut[n]) == x])
             for x in dict.fromkeys(zip(self.dims.tolist(), self.cut, strict=True)))]
 
@@ -146,7 +148,7 @@ class TableCosts:
         found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
 
-    def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
+    def least(self, prices: UnitPrices, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """Lower bound of the cost of every table; infinite if the leaf admits no placement of it.
 
         Args:
@@ -159,14 +161,14 @@ class TableCosts:
         """
         if not self.tables:
             return np.zeros(0)
-        cost = {kind: self._blocks(x) for kind, x in asked.cost.items()}  # [N, B, C]
+        cost = {kind: self._blocks(x) for kind, x in prices.cost.items()}  # [N, B, C]
         if "replicated" in cost:
             x, part = cost["replicated"], self.sizes / self.sizes.sum()
             cost["replicated"] = self.masters[self.of] * (x - (x @ part)[..., None]) + (
                 x @ part)[..., None]
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
-        still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
+        still, stay = self._still(prices, {k: x for k, x in cost.items() if k != "push"})
         pushed = np.full(self.of.size, np.inf)
         if "push" in cost:
             wide = (self.share == 1) | (self.width >= NARROWEST)
@@ -175,12 +177,13 @@ class TableCosts:
             mass = np.where(may, self._masses(at, leaf, floor), 0.0)
             at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
             heavy = self._heavy(at, leaf, floor, mass)
-            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass, heavy,
+            pushed[at] = self._pushed(at, prices, cost["push"][at], stay[at], mass, heavy,
                                       self._lines(at, leaf, floor, mass))
         out = np.zeros(len(self.tables))
-        for tables, n in self.alike:
-            out[tables] = self._combined(tables, n, still[n] + asked.piece, pushed[n] + asked.piece,
-                                         leaf.pushes[tables]) - asked.piece
+        for tables, n in self.groups:
+            out[tables] = self._combined(tables, n, still[n] + prices.piece,
+                                         pushed[n] + prices.piece,
+                                         leaf.pushes[tables]) - prices.piece
         return out
 
     def _blocks(self, cost: np.ndarray) -> np.ndarray:
@@ -190,7 +193,8 @@ class TableCosts:
         each = share * cost[0][self.of] + (1 - share) * cost[1][self.of]
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
-    def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _still(self, prices: UnitPrices, cost: dict[str, np.ndarray]
+               ) -> tuple[np.ndarray, np.ndarray]:
         """Return the least cost of pieces that push nothing, float64 [N], and of each of their
         blocks, float64 [N, B]; `cost` maps ways of holding rows, except push, to [N, B, C]."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
@@ -199,7 +203,7 @@ class TableCosts:
             least = x.min(axis=2)
             one = np.minimum(one, least.sum(axis=1))
             stay = np.minimum(stay, least)
-        several = (self.total * self.still_ns)[self.of] * asked.tier
+        several = (self.total * self.still_ns)[self.of] * prices.tier
         return np.minimum(one, stay.sum(axis=1) + several), stay
 
     # -- pushed pieces ----------------------------------------------------------------------------
@@ -324,7 +328,7 @@ class TableCosts:
                         x[n, :, c] = sums
         return lines
 
-    def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
+    def _pushed(self, at: np.ndarray, prices: UnitPrices, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, heavy: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
         """Least cost of pieces in which all or some rows are pushed; float64 [n].
 
@@ -338,8 +342,8 @@ class TableCosts:
         """
         of, usable = self.of[at], mass > 0
         ids = self.blocks[of, :, IDS]
-        price = self.share[at][:, None] * asked.partial[of]
-        own = ids[..., None] * asked.own * self.asks[of, None, None]
+        price = self.share[at][:, None] * prices.partial[of]
+        own = ids[..., None] * prices.own * self.asks[of, None, None]
         go = np.where(usable[:, None], go, np.inf)
         # Owners of all classes are merged into one with the largest mass and the lowest price.
         pay = np.where(usable, price, np.inf).min(axis=1)[:, None]
@@ -358,8 +362,8 @@ class TableCosts:
         if usable.shape[1] > 1:
             for to, cost, base in ((every, whole, np.full(stay.shape, np.inf)), (some, go, stay)):
                 self._raise_by_class(to, of, cost, base, price, mass, lines)
-        some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
-                 + self.bags[of] * asked.bag + stay.sum(axis=1))
+        some += (self.total[of] * self.model.tiers_ns(True) * prices.tier
+                 + self.bags[of] * prices.bag + stay.sum(axis=1))
         return np.minimum(every, np.where(free, some, np.inf))
 
     def _raise_by_class(self, least: np.ndarray, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
@@ -442,13 +446,13 @@ class TableCosts:
 
     def _combined(self, tables: np.ndarray, n: np.ndarray, still: np.ndarray, pushed: np.ndarray,
                   pushes: np.ndarray) -> np.ndarray:
-        """Least cost of the tables `tables`, of an entry of `alike`; float64 [K].
+        """Least cost of the tables `tables`, of an entry of `groups`; float64 [K].
 
         Args:
             tables, n: int64 [K] and [K, widths], the entry.
             still, pushed: float64 [K, widths], lower bounds of the cost of a piece of each width,
                 as a further piece, if it pushes nothing, or pushes rows.
-            pushes: uint8 [K], `FREE`, `STILL` or `PUSHES` of `prices`.
+            pushes: uint8 [K], `FREE`, `STILL` or `PUSHES`.
         """
         widths, dim, cut = self.width[n[0]], int(self.dims[tables[0]]), self.cut[tables[0]]
         if cut and dim % STEP:  # relaxed: a fractional number of pieces
@@ -502,8 +506,11 @@ def _tangents(by_block: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 
 def _widths(dim: int, cut: bool) -> np.ndarray:
-    """Widths of a table's pieces: all columns first, then multiples of STEP, and the columns that
-    remain next to a pushed piece."""
+    """Widths that a piece of a table of `dim` columns may have; int64 [n], first `dim` itself.
+
+    If the table may be cut, these are the multiples of STEP below `dim`, and the widths of at least
+    NARROWEST that remain next to pieces whose widths are multiples of STEP.
+    """
     if not cut:
         return np.array([dim], np.int64)
     other = [w for w in range(1, dim)

@@ -5,7 +5,7 @@ fits the cache. From batch to batch, the cache keeps the rows and buffers used w
 characteristic time `T`, in batches: a row that the ranks of a domain look up `a` times per batch is
 missed with probability `exp(-a T)`. `T` is such that the rows and buffers used within T fill the
 cache (the characteristic-time approximation of least-recently-used caches: Che, Tung and Wang
-2002). Buffers of a batch (outputs, their gradients, the outbox) are used once per batch.
+2002). Buffers of a batch (outputs, their gradients, the send buffer) are used once per batch.
 `Costs.warm_share` is the share of a cache available for this; with 0, the default, every batch
 begins with a cold cache.
 """

@@ -7,8 +7,9 @@ Phases of a training step (barriers between them) and the work of each rank:
   the sum of the phases is the same.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
-* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
+* backward: every rank reduces the bag gradients of each distinct pulled row into its send buffer.
+* update: owners read the send buffers of all ranks, and the bag gradients of pushed rows, which
+they
   reduce; they merge them and apply the optimizer, for which the owners of a row's column pieces
   send each other their sums of squares if the optimizer keeps one state per row; a replicated row
   is updated by the holder of its master copy, which then writes all other copies.

@@ -22,9 +22,9 @@ def owner_exchange(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
     """
     on_host = m.elsewhere_on_host(amount)
     out[..., Term.MEMORY, :] += (on_host + m.other_hosts(amount) if receives else
-                                 amount * (m.world_size - m.num_near))
+                                 amount * (m.world_size - m.num_domain))
     own, others = (_IN, _OUT) if receives else (_OUT, _IN)
-    out[..., own[0], :] += amount * (m.num_host - m.num_near)
+    out[..., own[0], :] += amount * (m.num_host - m.num_domain)
     out[..., own[1], :] += message * (m.world_size - m.num_host)
     out[..., others[0], :] += on_host
     out[..., others[1], :] += m.other_hosts(message)

@@ -16,14 +16,15 @@ from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
-_KEY_BYTES = 8  # of a key in a message; of a key with a row, its place and count
+#: Bytes per key of a dynamic table in a message: the key, or the place and count of one with a row.
+_KEY_BYTES = 8
 SLOT_BYTES = 4  # a row's slot at its owner, in memory and with a changed row in a message
 #: Widths (columns) for which the host kernels are compiled; rows of other widths are processed by a
 #: general loop.
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
 #: Passes of that loop over a row: in forward (pool), in backward (stage, sum) and in update (merge,
 #: squares, decay, update).
-ODD_PASSES = (1, 2, 4)
+GENERAL_LOOP_PASSES = (1, 2, 4)
 
 
 class Row:
@@ -161,8 +162,8 @@ def key_rows(t: TableProblem, problem: Problem, counts: np.ndarray | None = None
     out[Row.FORWARD_NS] = ids * costs.key_ns
     if problem.training:
         out[Row.UPDATE_NS] = (known * costs.key_count_ns
-                              + missed * costs.key_insert_ns).sum() / machine.num_near
+                              + missed * costs.key_insert_ns).sum() / machine.num_domain
         # Bytes to each rank of this host, which reads its part of the keys; and, on average, to
         # each rank of another host, one of which receives them all.
-        out[[Row.GRADS, Row.RETURNED]] = _KEY_BYTES * (known + missed) / machine.num_near
+        out[[Row.GRADS, Row.RETURNED]] = _KEY_BYTES * (known + missed) / machine.num_domain
     return out

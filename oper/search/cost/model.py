@@ -33,10 +33,10 @@ from oper.search.cost.columns import SQUARE_BYTES, expected_squares
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase, phases_of
 from oper.search.cost.links import broadcast, owner_exchange, subset_reads, transfer
 from oper.search.cost.load_vector import (
+    GENERAL_LOOP_PASSES,
     GRAD_BYTES,
     KERNEL_WIDTHS,
     NUM_ROWS,
-    ODD_PASSES,
     SLOT_BYTES,
     SUM_ROWS,
     LoadVector,
@@ -93,7 +93,7 @@ class CostModel:
         #: between hosts, in the phases in which hosts exchange messages.
         self.has_local = m.local_groups(self.phases)
         #: float64 [W], nanoseconds per id of a pulled tier; 0 if one domain holds all ranks.
-        self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
+        self._per_remote_id = self.costs.far_ns * (m.num_domain < m.world_size)
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
@@ -116,7 +116,7 @@ class CostModel:
             out[..., Row.HELD, :] += owner[..., ROWS, :] * state
         self._add_reader(out, t, width, owner)
         # Readers in other domains find each distinct row once more before requesting it.
-        out[..., Row.FORWARD_NS, :] += out[..., Row.FORWARD_IDS, :] * self._per_far_id
+        out[..., Row.FORWARD_NS, :] += out[..., Row.FORWARD_IDS, :] * self._per_remote_id
         self._add_update(out, t, width, owner)
         return out
 
@@ -133,7 +133,7 @@ class CostModel:
             out[..., Row.HELD, :] += master[..., ROWS, :] * (row + state)
             out[..., Row.UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
-            out[..., Row.HELD, :] /= self.machine.num_near  # one copy per domain
+            out[..., Row.HELD, :] /= self.machine.num_domain  # one copy per domain
         self._add_reader(out, t, width, master)
         self._add_update(out, t, width, master)
         return out
@@ -285,11 +285,11 @@ class CostModel:
         if t.spec.dim in KERNEL_WIDTHS:
             return 0.0
         vectors = -(-t.spec.dim // 16) / t.spec.dim  # vectors per column; the last may be partial
-        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
+        return GENERAL_LOOP_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
         """The part of a table's load vector that does not depend on the plan: outputs, bag
-        gradients, memory of the outbox; float64 [23, W].
+        gradients, memory of the send buffer; float64 [23, W].
 
         Args:
             num_outputs: float64 [W], rows of each rank's output; default: their expected number.
@@ -341,7 +341,7 @@ class CostModel:
 
     def sends_squares(self, t: TableProblem) -> bool:
         """Whether they send them in messages; ranks of one memory domain read each other's."""
-        return self.exchanges_squares(t) and bool((self.machine.num_near
+        return self.exchanges_squares(t) and bool((self.machine.num_domain
                                                    < self.machine.world_size).any())
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
@@ -479,7 +479,7 @@ class CostModel:
                                        + rows[..., Row.UPDATE_NS, :])
             update[..., Term.HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
             gradients = rows[..., Row.GRADS, :]
-            update[..., Term.MEMORY, :] += gradients * self.machine.num_near
+            update[..., Term.MEMORY, :] += gradients * self.machine.num_domain
             # `sums`: gradients of bags are as large as the partial sums, and go the other way.
             owner_exchange(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :], True)
             update[..., Term.MEMORY, :] += sums * world

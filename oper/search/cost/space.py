@@ -73,9 +73,9 @@ def copy_load_vectors(model: CostModel, t: TableProblem) -> list[LoadVector]:
     """Load vectors of one unit of each feature for rows of a table that are copied to one rank of
     every host.
 
-    The choice of the rank does not matter, since all ranks are alike. A changed row is sent to each
-    host once, instead of to each rank as with replicas on all ranks; in exchange, the other ranks
-    of a host read the row from a neighbour.
+    The choice of the rank does not matter, since all ranks are interchangeable. A changed row is
+    sent to each host once, instead of to each rank as with replicas on all ranks; in exchange, the
+    other ranks of a host read the row from a neighbour.
     """
     ranks, out = copy_sets(model.machine)[0], []
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
@@ -138,7 +138,7 @@ def fixed_load_vectors(model: CostModel) -> tuple[LoadVector, LoadVector]:
     return base, reduce(LoadVector.plus, pinned)
 
 
-def hosts_are_alike(model: CostModel) -> bool:
+def hosts_are_interchangeable(model: CostModel) -> bool:
     """Whether hosts (on a single host: memory domains) are interchangeable.
 
     They are if machine, overlapping dense compute and constraints are the same for all of them.
@@ -175,8 +175,8 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
 def has_copies(model: CostModel) -> bool:
     """Whether plans without pushed rows may have replicas on one rank of every host.
 
-    They may if the space allows it and all ranks are alike. With unequal ranks, the relaxation
-    would not bound all choices of the rank.
+    They may if the space allows it and all ranks are interchangeable. With unequal ranks, the
+    relaxation would not bound all choices of the rank.
     """
     return ("per_host" in model.problem.allow and bool(copy_sets(model.machine))
             and len(model_classes(model).ranks) == 1)

@@ -103,7 +103,7 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float) ->
     time = np.einsum("trk,rs->strk", cost * 1e6, each).reshape(world, cells)
     held = (np.einsum("tk,rs->strk", hot, each) + rest[:, None]).reshape(world, cells)
     one = np.repeat(np.eye(num_tables), world * num_steps, axis=1)
-    capacity = share * machine.capacity_bytes[machine.domain] / machine.num_near
+    capacity = share * machine.capacity_bytes[machine.domain] / machine.num_domain
     most = max(float(capacity.max()), 1.0)
     found = optimize.milp(
         np.append(np.zeros(cells), 1.0),

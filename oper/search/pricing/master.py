@@ -166,7 +166,7 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
         prices = _peaks(relaxation, node.base)
         step = node.bound_at(prices, np.zeros(0))
         return Bound(step, step, prices, node, pool, over, 0, over > 1e-6)
-    if not relaxation.alike and relaxation.pushes.any():
+    if not relaxation.has_equal_ranks and relaxation.pushes.any():
         tolerance = max(tolerance, _SEVERAL)
     everything = np.arange(len(relaxation.tables))
     missing = np.setdiff1d(everything, pool.table)

@@ -228,7 +228,7 @@ class Node:
         native.call("oper_price", native.Pricing, arrays, num_tables=shape[0],
                     num_options=options.size, num_blocks=blocks, step=COLUMN_STEP,
                     max_parts=num_parts, piece=float(r.piece @ prices),
-                    close=_CLOSE if r.alike else _CLOSE_SEVERAL, sums=pieces.native_sums)
+                    close=_CLOSE if r.has_equal_ranks else _CLOSE_SEVERAL, sums=pieces.native_sums)
         return out
 
     # -- consumption of configurations ------------------------------------------------------------

@@ -42,7 +42,7 @@ class Machine:
         topology: the topology.
         domain: int64 [W], index of the rank's memory domain.
         host: int64 [W], index 0..num_hosts-1 of the rank's host.
-        num_near: float64 [W], ranks of the same domain, including the rank itself.
+        num_domain: float64 [W], ranks of the same domain, including the rank itself.
         num_host: float64 [W], ranks of the same host, including the rank itself.
         rack: int64 [W], index of the rank's rack; 0 if the topology has no racks.
         num_rack: float64 [W], ranks of the same rack, including the rank itself.
@@ -55,7 +55,7 @@ class Machine:
     topology: Topology
     domain: np.ndarray
     host: np.ndarray
-    num_near: np.ndarray
+    num_domain: np.ndarray
     num_host: np.ndarray
     rack: np.ndarray
     num_rack: np.ndarray
@@ -140,7 +140,7 @@ class Machine:
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
         """Sum over the other domains of each rank's host; float64 [..., W] -> [..., W]."""
         rest = self.host_sum(values) - self.domain_sum(values)
-        return np.where(self.num_host > self.num_near, rest, 0.0)  # exact zero, not a remainder
+        return np.where(self.num_host > self.num_domain, rest, 0.0)  # exact zero, not a remainder
 
     def other_hosts(self, values: np.ndarray) -> np.ndarray:
         """Sum over all other hosts; float64 [..., W] -> [..., W]."""

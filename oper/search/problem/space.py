@@ -10,7 +10,7 @@ from oper.topology import Topology
 
 #: ``host``: pulled rows in the memory of their owner's host, if the topology has host memory.
 #: ``per_host``: replicas on one rank of every host instead of all, in plans that push nothing,
-#: if all ranks are alike and no constraint distinguishes them.
+#: if all ranks are interchangeable and no constraint distinguishes them.
 FEATURES = frozenset({*PLACEMENTS, "pull", "push", "columns", "host", "per_host"})
 #: The default of `make_plan` for one memory domain. The host runtime also executes pushed tiers and
 #: column pieces, but they never pay among ranks that share a memory.

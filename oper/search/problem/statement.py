@@ -407,10 +407,10 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
         rows, probability = _hotness_classes(found, in_order)
         traffic = _traffic(found, stats.num_samples, num_features, batch_size, share)
         log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
-        stretch = (1.0, 1.0) if share < 1 else _presence_stretch(
+        factors = (1.0, 1.0) if share < 1 else _presence_factors(
             found, rows, log_miss, traffic.num_bags / batch_size,
             (batch_size, batch_size * world_size))
-        curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
+        curve = _curve(rows, probability, batch_size, world_size, traffic, factors)
         num_touched = found.num_touched_rows
         if not in_order:
             head = found.head_ids
@@ -501,21 +501,21 @@ def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndar
 
 
 def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size: int,
-           world_size: int, traffic: Traffic, stretch: tuple[float, float]) -> np.ndarray:
+           world_size: int, traffic: Traffic, factors: tuple[float, float]) -> np.ndarray:
     """Cumulative features at the ends of hotness classes; float64 [4, K+1]."""
     rows = np.asarray(rows, float)
     mass = rows * probability
     ids = traffic.num_ids * mass / mass.sum()
     log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
-    one = _touched(rows, log_miss, traffic.num_bags * stretch[0])
-    every = _touched(rows, log_miss, traffic.num_bags * world_size * stretch[1])
+    one = _touched(rows, log_miss, traffic.num_bags * factors[0])
+    every = _touched(rows, log_miss, traffic.num_bags * world_size * factors[1])
     one = np.minimum(one, ids)  # distinct rows never exceed ids
     every = np.clip(every, one, world_size * one)
     each = np.stack([rows, ids, one, every])
     return np.concatenate([np.zeros((NUM_FEATURES, 1)), np.cumsum(each, axis=1)], axis=1)
 
 
-def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
+def _presence_factors(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
                       bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
     """For each number of samples in `wanted`, the factor by which to multiply it so that this many
     independent samples touch as many distinct rows as the real ones; 1.0 if presence was not

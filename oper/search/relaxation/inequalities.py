@@ -9,7 +9,7 @@ of the phase. Then T >= y. The owner also reads, as every rank does:
   domains) own, of E bytes in total. The n ranks of its host, of W, own e bytes and send them to all
   others within T, or within T - R if the time of a link includes own work:
   `e (W - n) <= sum of (T - R) / s` over these n ranks. Hence `T + k (T - R) >= y + R + s E`, with
-  k the largest `s_r / (W - n) sum 1 / s` over all ranks, which is `n / (W - n)` if links are alike,
+  k the largest `s_r / (W - n) sum 1 / s` over all ranks, which is `n / (W - n)` if links are equal,
   and s the least s_r. If the ranks of a host share its link, y contains the mean over them of the
   piece's bytes, every rank reads the same bytes from other hosts, and s_r is equal for all ranks of
   the host: the same inequality holds.
@@ -58,8 +58,8 @@ class Inequality:
     spared: float = 0.0
 
 
-class OwnerRows:
-    """The O rows about the owner of the largest piece; none if nothing is pushed.
+class OwnerInequalities:
+    """The O inequalities about the owner of the largest piece, as rows; none if nothing is pushed.
 
     If ranks are unequal, the owner is assumed to read as fast as the fastest rank.
 

@@ -40,7 +40,7 @@ from oper.search.cost.space import (
 )
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
-from oper.search.relaxation.inequalities import Load, OwnerRows
+from oper.search.relaxation.inequalities import Load, OwnerInequalities
 from oper.search.relaxation.pieces import Pieces
 from oper.search.relaxation.rows import Option, ResourceRows
 from oper.search.relaxation.units import ANY, ANY_SQUARES, WHOLE, UnitRows
@@ -95,7 +95,7 @@ class Relaxation:
         self._build_options(distinguished)
         self._build_base()
         #: Whether all ranks are interchangeable, except for a distinguished host.
-        self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
+        self.has_equal_ranks = len(self.classes.ranks) == (1 if distinguished is None else 2)
         self.units = UnitRows(model, self.classes, self.tables)
         # One rank may hold all rows of a table if some are pinned to it, whatever the limits.
         self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
@@ -106,7 +106,8 @@ class Relaxation:
         for o in np.flatnonzero(self.pushes).tolist():
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
         self.pieces = Pieces(self.units, self.base_load_vector.rows, self.asks, may)
-        self._add_inequalities(OwnerRows(self.rows, self.pieces, self.options, distinguished))
+        self._add_inequalities(
+            OwnerInequalities(self.rows, self.pieces, self.options, distinguished))
         #: float64 [T, C, R], consumption by a byte of a table's partial sums.
         self.of_sums = np.einsum("tq,cqr->tcr", self.pieces.per_byte, self.unit[:, SUM_ROWS])
         self._build_charges()
@@ -164,7 +165,7 @@ class Relaxation:
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(self.fixed_load_vector))
 
-    def _block_costs(self, owners: OwnerRows) -> np.ndarray:
+    def _block_costs(self, owners: OwnerInequalities) -> np.ndarray:
         """Return `coefficients` and `per_stream`; the rows of inequalities about the owner of the
         largest piece follow the resource rows."""
         rows, units, number = self.rows, self.units, self.rows.phase_of.size
@@ -186,7 +187,7 @@ class Relaxation:
                                                 for x in copy_load_vectors(self.model, t)]
         return out
 
-    def _add_inequalities(self, owners: OwnerRows) -> None:
+    def _add_inequalities(self, owners: OwnerInequalities) -> None:
         """Append the inequalities about the owner of the largest piece to the resource rows."""
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)

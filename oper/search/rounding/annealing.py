@@ -120,7 +120,7 @@ class Loads:
             self.num_classes, NUM_ROWS, -1)
         for c, r in enumerate(ranks):
             memory = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
-            memory /= machine.num_near[r[0]]
+            memory /= machine.num_domain[r[0]]
             self.own_unit[c, Row.HELD, -1] = 1.0 / max(memory, 1e-3)
         #: float64 [P, G], 1 where a load includes the rank's own time of that phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))

@@ -92,7 +92,7 @@ class CandidatePool:
         but stripes may give a rank one extra row of each table, and a score that counts as equal
         may contain a small overflow."""
         machine = self.relaxation.model.machine
-        memory = (machine.capacity_bytes[machine.domain] / machine.num_near).min()
+        memory = (machine.capacity_bytes[machine.domain] / machine.num_domain).min()
         rows = sum(row + state for t in self.relaxation.tables
                    for row, _, state in [row_bytes(t, t.spec.dim)])
         return float(min(_ROUNDING, rows / max(memory, 1.0))) + _HIDDEN

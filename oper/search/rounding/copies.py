@@ -15,7 +15,8 @@ from oper.search.problem.statement import TOUCHED, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, plan_load_vector
 
-#: Parts per mean load of a rank that copies are cut into; less if cutting adds a second tier.
+#: Tiers of copies are cut into parts of about 1 / _FINE of a rank's mean load; a table's only tier
+#: into parts of about 1 / _COARSE, because a second tier costs time.
 _COARSE, _FINE = 4, 16
 _MAX_SETS = 8  # upper limit of the parts of one tier
 _POWER = 16  # exponent of the power mean that approximates the slowest rank and breaks ties

@@ -50,10 +50,10 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
             best = found
     if best is None:
         raise PlanInfeasibleError(
-            f"no plan fits {problem.topology.name!r} and satisfies its groups", "violated",
-            group_violations(plan, held), "none: every group on ranks with enough memory",
-            "without keep_together and keep_apart a plan fits: remove a table from a group, or pin "
-            "fewer tables")
+            f"no plan fits {problem.topology.name!r} and keeps its groups of tables",
+            "groups that the plan without them violates", group_violations(plan, held),
+            "none, on ranks with enough memory for each group",
+            "remove a table from keep_together or keep_apart, or pin fewer tables")
     return replace(best, notes=plan.notes), proof  # notes are about the bound
 
 
