@@ -105,14 +105,24 @@ def differing_names(first: str, ours: Collection[str], second: str, theirs: Coll
 
 
 def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> None:
-    """Raise InvalidInputError for the first of `checks`, each (name, value, whether it is valid,
-    expected), whose value is not valid."""
+    """Raise InvalidInputError for the first invalid value.
+
+    Args:
+        what, todo: the start of the message, and the remedy, see `fail`.
+        checks: for each value its name, the value, whether it is valid, and what is expected.
+    """
     for name, value, is_right, expected in checks:
         if not is_right:
             raise InvalidInputError(what, name, value, expected, todo)
 
 
 def require_fields(of: object, what: str, todo: str, *checks: tuple[str, bool, str]) -> None:
-    """Call `require` for fields of the object `of`, each (name, whether it is valid, expected)."""
+    """Raise InvalidInputError for the first invalid field of the object `of`.
+
+    Args:
+        of: the object.
+        what, todo: the start of the message, and the remedy, see `fail`.
+        checks: for each field its name, whether its value is valid, and what is expected.
+    """
     require(what, todo, *((name, getattr(of, name), is_right, expected)
                           for name, is_right, expected in checks))

@@ -112,8 +112,8 @@ class MessageBits:
             return MessageBits.parse(_numbers(text))
         parts = [part.rpartition("=")[::2] for part in text.split(";")]
         found = dict(parts)
-        require("invalid bits of messages", "give the bits of a table once",
-                ("message_bits", text, len(found) == len(parts), "each table at most once"))
+        require("invalid message_bits", "name each table once",
+                ("message_bits", text, len(found) == len(parts), "every table at most once"))
         return MessageBits.parse({name: _numbers(bits) for name, bits in found.items()})
 
     def to_json(self) -> list[int] | dict[str, list[int]]:
@@ -141,14 +141,16 @@ class MessageBits:
         table of D columns has bits that are not in ``bits_of(D)``."""
         dims = {t.name: t.dim for t in tables}
         unknown = [name for name, *_ in self.tables if name not in dims]
-        require("invalid bits of messages", "name tables of the model",
-                ("message_bits", unknown[:8], not unknown, f"some of {sorted(dims)[:8]}"))
+        require("invalid message_bits", "correct the names, or leave these tables out",
+                ("tables that the model lacks", unknown[:8], not unknown,
+                 f"tables of the model, such as {sorted(dims)[:8]}"))
         for name, dim in dims.items():
             pair = self.of(name)
-            require("invalid bits of messages", "choose 8, or an even number of columns", (
+            require("invalid message_bits", "choose 8, or an even number of columns", (
                 f"message_bits[{name!r}]", [pair.answers, pair.gradients],
                 {pair.answers, pair.gradients} <= {*bits_of(dim)},
-                f"one of {bits_of(dim)} for a table with {dim} columns"))
+                f"bits per number of answers and gradients, each one of {bits_of(dim)} for a table "
+                f"with {dim} columns"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""
@@ -165,9 +167,9 @@ def _pair(name: str, value: Any) -> MessageBits:
 def _check(name: str, value: Any) -> None:
     """Raise InvalidInputError, with `name`, unless `value` is one of `BITS` or a pair of them."""
     pair = value if isinstance(value, tuple | list) else (value, value)
-    require("invalid bits of messages", "pass for example 8, or (16, 8)", (
+    require("invalid message_bits", "pass for example 8, or (16, 8)", (
         name, value, len(pair) == 2 and all(type(x) is int and x in BITS for x in pair),
-        f"one of {BITS}, or one for answers and one for gradients"))
+        f"one of {BITS} bits per number, or a pair of them: for answers and for gradients"))
 
 
 def _numbers(text: str) -> Any:

@@ -175,7 +175,9 @@ class MicroBatchPipeline:
 
     @contextlib.contextmanager
     def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield a list to which collections called with unmodified features of `parts` are added.
+        """Find the sharded collections that the model calls with features of `parts` unmodified.
+
+        Yields a list, to which each such collection is added when it is called in the block.
         """
         given = {id(x.values()): x for part in parts for x in features_in(part)}
         direct: list[Any] = []

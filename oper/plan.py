@@ -131,8 +131,9 @@ class TablePlan:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers of the only column piece; raises PlanError if the table has several pieces."""
         if len(self.pieces) != 1:
-            raise PlanError("a column-split table has no single tier list", "pieces",
-                            len(self.pieces), "1", "read TablePlan.pieces")
+            raise PlanError(f"table {self.table.name!r} is split by columns, so that it has "
+                            "several lists of tiers", "number of column pieces", len(self.pieces),
+                            "1", "read the tiers of each of TablePlan.pieces")
         return self.pieces[0].tiers
 
 
@@ -460,7 +461,8 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
         _check_dtypes(what, spec, piece.tiers)
     if len(entry.pieces) > 1 and not spec.may_be_split:
         raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                        f"whole rows, whose norms {spec.optimizer} needs",
+                        "one piece with all columns, because "
+                        f"{spec.optimizer} needs the norms of whole rows",
                         "plan again for this optimizer, or split the table by rows")
 
 
@@ -496,8 +498,8 @@ def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: i
     for tier in tiers:
         for name, allowed in (("placement", PLACEMENTS), ("mode", MODES), ("memory", MEMORIES)):
             if getattr(tier, name) not in allowed:
-                raise PlanError(what, name, getattr(tier, name), f"one of {allowed}",
-                                "choose one of these")
+                raise PlanError(what, f"{name} of a tier", getattr(tier, name),
+                                f"one of {allowed}", f"correct the tier's {name}")
         if (not tier.ranks or len(set(tier.ranks)) != len(tier.ranks)
                 or min(tier.ranks) < 0 or max(tier.ranks) >= world_size):
             raise PlanError(what, "ranks", tier.ranks, f"distinct ranks in 0..{world_size - 1}",

@@ -303,7 +303,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
              "another optimizer of docs/reference/optimizers.md, or None")):
         if not isinstance(given[name], kinds):
             raise InvalidInputError("cannot shard", name, given[name], expected,
-                                    "pass one of these")
+                                    f"correct the argument {name}")
     paths = given["modules"]
     # A generator is refused, since it could be read only once.
     if paths is not None and (isinstance(paths, str) or not isinstance(paths, Collection)
@@ -313,7 +313,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                 else "name modules as named_modules() does")
     if given["objective"] not in OBJECTIVES:
         raise InvalidInputError("cannot shard", "objective", given["objective"], EXPECTED_OBJECTIVE,
-                                "pass one of these")
+                                "correct the argument objective")
 
 
 def _held_by(model: nn.Module) -> list[ShardedTables]:

@@ -80,7 +80,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
         if t.replicas is not None:  # each group would write the file
             t.replicas.refuse(what, "trace a model without replica groups")
     if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
-        raise InvalidInputError(what, "ranks", [t.group.world_size for t in tables],
+        raise InvalidInputError(what, "world sizes of the tables' process groups",
+                                [t.group.world_size for t in tables],
                                 "one process group for all tables",
                                 "trace the parts of the model separately")
     return Trace(tables, path, steps, done)

@@ -127,7 +127,7 @@ KINDS = {
         {"race": "data race"},
         (*(f"tests/shmem/test_{name}.py" for name in _THREADED), *_ACCUMULATION,
          "tests/shmem/test_determinism.py::test_slow_ranks_change_no_bit",
-         "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
+         "tests/shmem/test_peers.py::test_a_full_send_buffer_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"
          for name in ("heap.py::test_a_rank_can_write_only_its_own_arena",
                       "migration.py::test_failed_and_cancelled_moves_release_their_memory")}

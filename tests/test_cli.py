@@ -369,7 +369,7 @@ def test_doctor_lists_every_variable() -> None:
 
 WRONG = {
     "OPER_DEBUG": ["yes", "2"],
-    "OPER_OUTBOX_BYTES": ["big", "-1", "0", "nan", "inf", "0.5"],
+    "OPER_SEND_BUFFER_BYTES": ["big", "-1", "0", "nan", "inf", "0.5"],
     "OPER_DEVICE_HEAP": ["virtually", "Symmetric"],
     "OPER_FBGEMM": ["/no/such/folder", str(ROOT)],
     "OPER_DEVICE_THREADS": ["0", "many", "-5", "1e4", "9" * 30],
@@ -381,8 +381,8 @@ WRONG = {
     "MAX_JOBS": ["0", "all", "-1"],
 }
 RIGHT = {
-    "OPER_DATA": ["/some/where"], "OPER_DEBUG": ["0", "1"], "OPER_OUTBOX_BYTES": ["1e9", "4096"],
-    "OPER_DEVICE_HEAP": ["symmetric", "virtual"], "OPER_DEVICE_THREADS": ["1", "270336"],
+    "OPER_DATA": ["/some/where"], "OPER_DEBUG": ["0", "1"], "OPER_SEND_BUFFER_BYTES": ["1e9",
+    "4096"], "OPER_DEVICE_HEAP": ["symmetric", "virtual"], "OPER_DEVICE_THREADS": ["1", "270336"],
     "OPER_DEVICE_OVERLAP": ["0", "1"], "OPER_DEADLINE_S": ["0.5", "300"], "OPER_DOMAIN": ["a b"],
     "OPER_CPU_KERNELS": ["generic", "avx2", "avx512"],
     "OPER_CUDA": ["auto", "0", "1"], "OPER_CUDA_ARCHS": ["80;90", "80, 90a", "100f"],

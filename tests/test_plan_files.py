@@ -77,9 +77,9 @@ def test_a_hand_edit_is_taken(tmp_path: Path) -> None:
     (lambda v: v.update(step_us=0), "lower_bound_us=10.0, expected <= step_us=0"),
     (lambda v: tier(v).update(rows=[1, 2]), r"rows=\[\(1, 2\)"),
     (lambda v: tier(v).update(rows=[0, 3]), "cover 0..10 in order"),
-    (lambda v: tier(v).update(place="everywhere"), "placement='everywhere'"),
-    (lambda v: tier(v, 1).update(mode="shove"), "mode='shove'"),
-    (lambda v: tier(v, 1).update(memory="disk"), "memory='disk'"),
+    (lambda v: tier(v).update(place="everywhere"), "placement of a tier='everywhere'"),
+    (lambda v: tier(v, 1).update(mode="shove"), "mode of a tier='shove'"),
+    (lambda v: tier(v, 1).update(memory="disk"), "memory of a tier='disk'"),
     (lambda v: tier(v, 1).update(ranks=[0, 0]), "distinct ranks"),
     (lambda v: tier(v, 1).update(ranks=[0, 2]), "distinct ranks in 0..1"),
     (lambda v: tier(v, 1).update(ranks=[]), "distinct ranks"),
@@ -309,7 +309,7 @@ def test_bits_by_table() -> None:
 @pytest.mark.parametrize("value", [0, 5, 64, 8.0, True, "8", None, (8,), (8, 8, 8), (8, 7),
                                    {"t": 5}, {"t": (8,)}, {"t": {"t": 8}}])
 def test_other_bits_are_refused(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match="invalid bits of messages"):
+    with pytest.raises(InvalidInputError, match="invalid message_bits"):
         MessageBits.parse(value)
 
 
@@ -319,7 +319,7 @@ def test_bits_on_a_command_line() -> None:
     with pytest.raises(InvalidInputError, match=r"message_bits\['b'\]='x', expected one of"):
         MessageBits.from_text("a=8;b=x")
     for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=5", "t=8;", "t=8;t=16"):
-        with pytest.raises(InvalidInputError, match="invalid bits of messages"):
+        with pytest.raises(InvalidInputError, match="invalid message_bits"):
             MessageBits.from_text(text)
 
 

@@ -22,7 +22,8 @@ namespace oper::host {
 
 namespace {
 
-// Derives from the home map which rows of each tier this rank owns, and which home keys are pushed.
+// Derives from the home map which rows of each tier this rank owns, and which linear indices are
+// pushed.
 void fill_home(Table& table, int32_t rank) {
   const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
   for (int32_t k = 0; k < table.home.num_tiers; ++k) {
@@ -98,8 +99,8 @@ void fill_tables(Context& context, const Description& d) {
 }
 
 int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
-                       int64_t outbox_bytes, std::vector<Tensor> heads) {
-  const Description d = description_of(rank, world_size, arrays, outbox_bytes, heads);
+                       int64_t send_buffer_bytes, std::vector<Tensor> heads) {
+  const Description d = description_of(rank, world_size, arrays, send_buffer_bytes, heads);
   auto owned = std::make_unique<Owned>();
   owned->keep_alive = heads;
   Context& context = owned->context;
@@ -126,8 +127,8 @@ int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arr
     context.unpooled_columns = table.row_columns;
   }
   for (int64_t r = 0; r < world_size; ++r)
-    context.outbox.push_back(reinterpret_cast<char*>(d.outboxes[r]));
-  context.outbox_bytes = outbox_bytes;
+    context.send_buffer.push_back(reinterpret_cast<char*>(d.send_buffers[r]));
+  context.send_buffer_bytes = send_buffer_bytes;
   context.start_counting();
   return contexts().add(std::move(owned));
 }
@@ -247,10 +248,10 @@ std::vector<int64_t> context_last_phases(int64_t handle) {
   return context->exchange ? context->exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
-// See Barrier::give_up.
-void context_give_up(int64_t handle, int64_t verdict) {
+// See Barrier::abort.
+void context_abort(int64_t handle, int64_t verdict) {
   const auto context = context_of(handle);
-  if (context->barrier) context->barrier->give_up(verdict);
+  if (context->barrier) context->barrier->abort(verdict);
 }
 
 void context_mark_changes(int64_t handle, bool on) { context_of(handle)->mark_changes(on); }
@@ -373,9 +374,10 @@ void context_close(int64_t handle) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(context_create,
-                "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads) "
-                "-> int");
+  OPER_OPERATOR(
+      context_create,
+      "(int rank, int world_size, Tensor[] arrays, int send_buffer_bytes, Tensor[] heads) "
+      "-> int");
   OPER_OPERATOR(context_set_barrier,
                 "(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> ()");
   OPER_OPERATOR(context_set_exchange,
@@ -387,7 +389,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_barrier, "(int handle, int phase) -> (int, int)");
   OPER_OPERATOR(context_positions, "(int handle) -> int[]");
   OPER_OPERATOR(context_last_phases, "(int handle) -> int[]");
-  OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");
+  OPER_OPERATOR(context_abort, "(int handle, int verdict) -> ()");
   OPER_OPERATOR(context_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_phase_histograms, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(context_trace, "(int handle, int most) -> ()");

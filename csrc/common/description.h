@@ -47,20 +47,20 @@ enum RefreshColumn {
 };
 
 // Pointers to these arrays: `maps` [2, num_maps], bases and steps; `owner_begin` [T, W + 1];
-// addresses of `touched` and `squares` [T, W] and of outboxes [W]. For tables in device memory,
+// addresses of `touched` and `squares` [T, W] and of send buffers [W]. For tables in device memory,
 // addresses in the arrays are device addresses.
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
-      *outboxes;
+      *send_buffers;
   int64_t num_tables, num_maps, num_features, num_refreshes;
   // Where kernels read the arrays of HeadMaps and HeadIds, two each.
   std::vector<const void*> heads;
   std::vector<int64_t> head_sizes;
-  int64_t outbox_bytes;
+  int64_t send_buffer_bytes;
   int32_t rank, world_size;
 
   const int64_t* table(int64_t t) const { return tables + t * kTableWidth; }
-  // [W + 1]: the home keys of the rows that rank r owns are [owners[r], owners[r + 1]).
+  // [W + 1]: the linear indices of the rows that rank r owns are [owners[r], owners[r + 1]).
   const int64_t* owners(int64_t t) const { return owner_begin + t * (world_size + 1); }
   int64_t num_slots(int64_t t, int64_t rank) const {
     return owners(t)[rank + 1] - owners(t)[rank];

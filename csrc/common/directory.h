@@ -1,16 +1,16 @@
 // The directory: from an id to the place of its row. Shared by host and device.
 //
 // 1. From the id to its position in hotness order: they are equal if ids are in that order. Otherwise
-//    the table has an explicit head, a list of the positions of its hottest rows; all other rows follow
-//    in ascending order of id.
+//    the table has an explicit head, a list of the positions of its hottest rows; all other rows
+//    follow in ascending order of id.
 // 2. From the position to its tier, by comparison with the first positions of the tiers.
-// 3. Within the tier by arithmetic. Rows are assigned to places in turns of `period` rows each: row k
-//    of turn q is at base[k] + q * step[k], where q and k are quotient and remainder of
+// 3. Within the tier by arithmetic. Rows are assigned to places in rounds of `period` rows each: row
+//    k of round q is at base[k] + q * step[k], where q and k are quotient and remainder of
 //    (position - start) / period.
 //
 // There are two such maps. The read map gives the byte address from which this rank reads the row.
-// The home map gives the row's home key, by which the backward pass sorts: all rows of a table are
-// numbered by owner, then by slot.
+// The home map gives the row's linear index, by which the backward pass sorts: all rows of a table
+// are numbered by owner, then by slot.
 #pragma once
 
 #include "common/platform.h"
@@ -19,7 +19,7 @@ namespace oper {
 
 struct TierMap {
   int64_t start;        // first position of the tier
-  int64_t period;       // offsets in one turn, >= 1
+  int64_t period;       // offsets in one round, >= 1
   int32_t shift;        // log2(period), or -1 if period is no power of two
   uint64_t magic;       // floor(2^63 / period) + 1
   const int64_t* base;  // [period]
@@ -29,7 +29,7 @@ struct TierMap {
 // offset / period as a multiplication, exact for offsets below 2^51 and periods below 2^12
 // (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994): the
 // error, at most offset / 2^63, stays below 1 / period.
-OPER_HD uint64_t turn_of(const TierMap& tier, uint64_t offset) {
+OPER_HD uint64_t round_of(const TierMap& tier, uint64_t offset) {
 #if defined(__CUDA_ARCH__)
   return __umul64hi(offset << 1, tier.magic);
 #else
@@ -39,9 +39,9 @@ OPER_HD uint64_t turn_of(const TierMap& tier, uint64_t offset) {
 
 OPER_HD int64_t locate_in_tier(const TierMap& tier, int64_t position) {
   const uint64_t offset = static_cast<uint64_t>(position - tier.start);
-  const uint64_t turn = turn_of(tier, offset);
-  const uint64_t k = offset - turn * static_cast<uint64_t>(tier.period);
-  return tier.base[k] + static_cast<int64_t>(turn) * tier.step[k];
+  const uint64_t round = round_of(tier, offset);
+  const uint64_t k = offset - round * static_cast<uint64_t>(tier.period);
+  return tier.base[k] + static_cast<int64_t>(round) * tier.step[k];
 }
 
 // Explicit head of a table whose ids are not in hotness order. A word describes 32 ids, so that a

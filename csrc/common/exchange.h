@@ -31,9 +31,9 @@ struct Status {
   //  0  ok
   //  1  a peer has ended; the detail is the peer, as for 2, 6, 12 and 13
   //  2  a peer is late
-  //  3  the outbox is full
+  //  3  the send buffer is full
   //  4  an id is out of range; the detail is its index in the batch
-  //  6  a peer has given up
+  //  6  a peer has aborted
   //  7  the transport has failed
   //  8  ranks are in different phases; the detail is a rank, as for 9, 11 and 15
   //  9  a rank of another memory domain has sent an invalid message

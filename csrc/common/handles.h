@@ -95,12 +95,12 @@ inline const Device kHostMemory(torch::headeronly::DeviceType::CPU);
 // Python's description of a rank's tables. `arrays`, `heads`: see `context_arguments` in
 // oper/shmem/placement/layout.py; the caller keeps them alive.
 inline Description description_of(int64_t rank, int64_t world_size,
-                                  const std::vector<Tensor>& arrays, int64_t outbox_bytes,
+                                  const std::vector<Tensor>& arrays, int64_t send_buffer_bytes,
                                   const std::vector<Tensor>& heads) {
   Description d{};
-  const int64_t** const places[] = {&d.tables,   &d.owner_begin, &d.tiers,
-                                    &d.maps,     &d.features,    &d.refreshes,
-                                    &d.touched,  &d.squares,     &d.outboxes};
+  const int64_t** const places[] = {&d.tables,  &d.owner_begin, &d.tiers,
+                                    &d.maps,    &d.features,    &d.refreshes,
+                                    &d.touched, &d.squares,     &d.send_buffers};
   STD_TORCH_CHECK(arrays.size() == std::size(places),
                   "internal: other arrays than those of context_arguments");
   for (size_t k = 0; k < arrays.size(); ++k) *places[k] = int64_data(arrays[k]);
@@ -112,7 +112,7 @@ inline Description description_of(int64_t rank, int64_t world_size,
     d.heads.push_back(head.data_ptr());
     d.head_sizes.push_back(head.numel());
   }
-  d.outbox_bytes = outbox_bytes;
+  d.send_buffer_bytes = send_buffer_bytes;
   d.rank = static_cast<int32_t>(rank);
   d.world_size = static_cast<int32_t>(world_size);
   return d;

@@ -150,29 +150,30 @@ OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan
   }
 }
 
-// ---- outbox -------------------------------------------------------------------------------------
+// ---- send buffer --------------------------------------------------------------------------------
 
-OPER_DEVICE uint32_t* outbox_segments(char* box) {
-  return reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
+OPER_DEVICE uint32_t* send_buffer_segments(char* buffer) {
+  return reinterpret_cast<uint32_t*>(buffer + sizeof(SendBufferHeader));
 }
-OPER_DEVICE int64_t outbox_segment_bytes(const View& view) {
+OPER_DEVICE int64_t send_buffer_segment_bytes(const View& view) {
   return segment_bytes(view.num_tables, view.world_size);
 }
-OPER_DEVICE int64_t* outbox_offsets(char* box, const View& view) {
-  return reinterpret_cast<int64_t*>(box + sizeof(OutboxHeader) + outbox_segment_bytes(view));
+OPER_DEVICE int64_t* send_buffer_offsets(char* buffer, const View& view) {
+  return reinterpret_cast<int64_t*>(buffer + sizeof(SendBufferHeader) +
+                                    send_buffer_segment_bytes(view));
 }
-OPER_DEVICE int64_t outbox_header_bytes(const View& view) {
-  return outbox_header_bytes(view.num_tables, view.world_size);
+OPER_DEVICE int64_t send_buffer_header_bytes(const View& view) {
+  return send_buffer_header_bytes(view.num_tables, view.world_size);
 }
-OPER_DEVICE bool outbox_is_closed(const View& view) {
-  return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
+OPER_DEVICE bool send_buffer_is_closed(const View& view) {
+  return reinterpret_cast<const SendBufferHeader*>(view.send_buffers[view.rank])->num_runs < 0;
 }
 
 // Whether a rank refuses its batch or updates with other settings than this one, or a peer is lost.
 // All ranks get the same result, and report the lowest such rank. For one block.
 OPER_DEVICE bool is_refused(const View& view) {
   const auto header = [&](int64_t rank) {
-    return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);
+    return reinterpret_cast<const SendBufferHeader*>(view.send_buffers[rank]);
   };
   // Numbers 1 and 0, which `block_sums` counts.
   const auto refuses = [&](int64_t rank) { return header(rank)->num_runs < 0 ? 1 : 0; };

@@ -6,8 +6,8 @@
 
 namespace oper::device {
 
-// A number with a score. `first_of`: of the lanes', the one with the lowest score, and of several
-// the one with the lowest number.
+// A number with a score. `first_of` returns, of one per lane, the one with the lowest score; if
+// several have that score, of these the one with the lowest number.
 struct Scored {
   uint64_t score;
   uint64_t number;

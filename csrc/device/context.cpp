@@ -64,7 +64,7 @@ class Context::Builder {
     const int64_t T = d_.num_tables, W = d_.world_size;
     maps_ = memory_.copy(d_.maps, 2 * d_.num_maps);
     const int64_t num_remote = std::ranges::count(s_.local, false);
-    c_.mirrors = memory_.take<char>(num_remote * outbox_header_bytes(T, W));
+    c_.shadow_headers = memory_.take<char>(num_remote * send_buffer_header_bytes(T, W));
     c_.remote_masters = memory_.take<RemoteMasters>(T * W);
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);
@@ -81,7 +81,7 @@ class Context::Builder {
     c_.own_rows = own_begin_.back();
     list_features();
     list_refreshes();
-    list_outboxes();
+    list_send_buffers();
     c_.view.tables = memory_.copy(tables_);
     c_.view.table_keys = memory_.copy(table_keys_);
     c_.view.own_begin = memory_.copy(own_begin_);
@@ -234,24 +234,25 @@ class Context::Builder {
     c_.view.num_refreshes = static_cast<int32_t>(d_.num_refreshes);
   }
 
-  void list_outboxes() {
-    std::vector<char*> outboxes;
+  void list_send_buffers() {
+    std::vector<char*> send_buffers;
     std::vector<uint32_t*> pads;
-    char* mirror = c_.mirrors;
+    char* shadow_header = c_.shadow_headers;
     for (int64_t r = 0; r < d_.world_size; ++r) {
-      outboxes.push_back(s_.local[r] ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror);
-      if (!s_.local[r]) mirror += outbox_header_bytes(d_.num_tables, d_.world_size);
+      send_buffers.push_back(s_.local[r] ? reinterpret_cast<char*>(d_.send_buffers[r])
+                                         : shadow_header);
+      if (!s_.local[r]) shadow_header += send_buffer_header_bytes(d_.num_tables, d_.world_size);
       pads.push_back(reinterpret_cast<uint32_t*>(s_.pads[r]));
     }
-    c_.view.outboxes = memory_.copy(outboxes);
+    c_.view.send_buffers = memory_.copy(send_buffers);
     if (std::ranges::count(s_.local, false) > 0)
       c_.view.local = memory_.copy(std::vector<uint8_t>(s_.local.begin(), s_.local.end()));
-    c_.view.outbox_bytes = d_.outbox_bytes;
+    c_.view.send_buffer_bytes = d_.send_buffer_bytes;
     c_.pads_ = memory_.copy(pads);
     int32_t least_dim = tables_.empty() ? 1 : c_.max_dim;
     for (const Table& table : tables_) least_dim = std::min(least_dim, table.dim);
-    c_.inbox_capacity =
-        std::max<int64_t>(1, std::min({c_.own_rows, d_.outbox_bytes / (4 + 4 * least_dim),
+    c_.receive_capacity =
+        std::max<int64_t>(1, std::min({c_.own_rows, d_.send_buffer_bytes / (4 + 4 * least_dim),
                                        (int64_t{kNoEntry} - 1) / d_.world_size}));
   }
 };
@@ -350,17 +351,17 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   return w;
 }
 
-Inbox lay_out_inbox(const Context& context, void* block) {
-  const int64_t W = context.view.world_size, capacity = context.inbox_capacity;
+ReceiveLists lay_out_receive_lists(const Context& context, void* block) {
+  const int64_t W = context.view.world_size, capacity = context.receive_capacity;
   BumpAllocator memory(block);
-  Inbox inbox{};
-  inbox.capacity = capacity;
-  inbox.list_begin = memory.take<int64_t>(W * (context.view.num_tables + 1));
-  inbox.rows = memory.take<uint32_t>(W * capacity);
-  inbox.next = memory.take<uint32_t>(W * capacity);
-  inbox.heads = memory.take<uint32_t>(context.own_rows);
-  inbox.bytes = memory.used();
-  return inbox;
+  ReceiveLists lists{};
+  lists.capacity = capacity;
+  lists.list_begin = memory.take<int64_t>(W * (context.view.num_tables + 1));
+  lists.rows = memory.take<uint32_t>(W * capacity);
+  lists.next = memory.take<uint32_t>(W * capacity);
+  lists.heads = memory.take<uint32_t>(context.own_rows);
+  lists.bytes = memory.used();
+  return lists;
 }
 
 }  // namespace oper::device

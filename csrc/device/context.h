@@ -74,15 +74,16 @@ struct Context {
   std::vector<int32_t> logical;                 // [F] of each feature: its number in the collection
   std::vector<bool> local;                      // [W] ranks whose memory this rank can address
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
-  int64_t inbox_capacity;        // see Inbox
+  int64_t receive_capacity;      // see ReceiveLists
   int64_t output_columns = 0, unpooled_columns = 0;
   int64_t max_row_bytes = 0;
   int32_t max_dim = 0;
   bool updates_at_once;   // a single rank without replicas or column pieces, see `reduce`
   bool has_push = false;  // a table has pushed tiers
   // Data of remote ranks (those of other memory domains) that kernels read once it has been
-  // received into device memory: headers of their outboxes, in rank order; and [T, W] RemoteMasters.
-  char* mirrors;
+  // received into device memory: headers of their send buffers, in rank order; and [T, W]
+  // RemoteMasters.
+  char* shadow_headers;
   RemoteMasters* remote_masters;
 
   ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
@@ -143,7 +144,8 @@ struct Workspace {
   int64_t bytes;
 };
 Workspace lay_out(const Context& context, const Batch& batch, void* block);
-// An owner's inbox within `block`, which it keeps between steps; if that is null, only its `bytes`.
-Inbox lay_out_inbox(const Context& context, void* block);
+// An owner's receive lists within `block`, which it keeps between steps; if that is null, only its
+// `bytes`.
+ReceiveLists lay_out_receive_lists(const Context& context, void* block);
 
 }  // namespace oper::device

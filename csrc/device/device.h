@@ -58,12 +58,13 @@ struct RemoteMasters {
 };
 
 // A table, or a column piece of one. A row's key is its number among the rows of all tables on all
-// ranks, ordered by table, then by owner, then by slot: the table's key_begin plus its home key.
+// ranks, ordered by table, then by owner, then by slot: the table's key_begin plus its linear
+// index.
 struct Table {
   TableMap read;  // id -> address of the row to read
-  TableMap home;  // id -> home key
+  TableMap home;  // id -> linear index
   int64_t key_begin;
-  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1]).
+  // [W + 1]: owner r has linear indices [owner_begin[r], owner_begin[r + 1]).
   const int64_t* owner_begin;
   const HomePart* home_parts;  // [num_home_parts] this rank's rows of each tier
   int32_t num_home_parts;
@@ -99,10 +100,10 @@ struct Feature {
 
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
-  // 0 ok, 2 a peer is late, 3 the outbox is full, 4 an id is out of range, 5 lengths do not fit the
-  // ids, 8 ranks are not at the same exchange, 13 a peer has refused its batch, 15 ranks update
-  // with different settings, 16 the batch was refused in its lookup, whose error was not stored or
-  // has been raised, 17 the keys of a batch do not fit
+  // 0 ok, 2 a peer is late, 3 the send buffer is full, 4 an id is out of range, 5 lengths do not
+  // fit the ids, 8 ranks are not at the same exchange, 13 a peer has refused its batch, 15 ranks
+  // update with different settings, 16 the batch was refused in its lookup, whose error was not
+  // stored or has been raised, 17 the keys of a batch do not fit
   int32_t code;
   int32_t rank;    // the rank that failed; 4: number of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all, 17: distinct keys
@@ -139,10 +140,10 @@ struct Batch {
   int64_t max_pairs;  // upper bound of the number of pairs
 };
 
-// A rank's outbox: this header; T * W + 1 bounds (uint32): first run of each table and owner; T
-// offsets (int64) of the tables' rows, floats from `rows_offset`; then slots and rows. A run is a
+// A rank's send buffer: this header; T * W + 1 bounds (uint32): first run of each table and owner;
+// T offsets (int64) of the tables' rows, floats from `rows_offset`; then slots and rows. A run is a
 // row with gradients, see BatchPlan.
-struct OutboxHeader {
+struct SendBufferHeader {
   int64_t slots_offset, rows_offset;  // bytes from the start
   int64_t num_runs;                   // < 0: the rank refuses its batch, so that no rank updates
   int64_t settings;                   // View::settings of the rank
@@ -150,8 +151,8 @@ struct OutboxHeader {
 OPER_HD constexpr int64_t segment_bytes(int64_t num_tables, int64_t world_size) {
   return (4 * (num_tables * world_size + 1) + 7) / 8 * 8;
 }
-OPER_HD constexpr int64_t outbox_header_bytes(int64_t num_tables, int64_t world_size) {
-  return static_cast<int64_t>(sizeof(OutboxHeader)) + segment_bytes(num_tables, world_size) +
+OPER_HD constexpr int64_t send_buffer_header_bytes(int64_t num_tables, int64_t world_size) {
+  return static_cast<int64_t>(sizeof(SendBufferHeader)) + segment_bytes(num_tables, world_size) +
          8 * num_tables;
 }
 
@@ -163,10 +164,10 @@ struct View {
   // [T + 1]: this rank's rows are numbered from own_begin[t] on in table t.
   const int64_t* own_begin;
   const Refresh* refreshes;
-  char* const* outboxes;  // [W]
+  char* const* send_buffers;  // [W]
   // [W] 1 = a rank of this memory domain; null if all are.
   const uint8_t* local;
-  int64_t outbox_bytes;
+  int64_t send_buffer_bytes;
   const char *arena_begin, *arena_end;  // this rank's memory
   int64_t* duplication;                 // [2] pairs and runs of the last batch plan, in host memory
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
@@ -265,7 +266,7 @@ struct Output {
   int64_t rows;
 };
 
-// ---- steps of a batch; they throw if a launch fails -----------------------------------------------
+// ---- steps of a batch; they throw if a launch fails ---------------------------------------------
 
 // Arguments that all steps need.
 struct Launch {
@@ -315,7 +316,7 @@ void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows
 // contiguous; in this rank's memory its entries are contiguous, or rows of a matrix.
 struct WireParts {
   enum Column {
-    kFirst,   // number of numbers in the parts before
+    kFirst,   // how many numbers all earlier parts have together
     kMemory,  // address in this rank's memory
     // Address of the indices (uint32) of the matrix's rows that are its entries; 0 = 0, 1, ...
     kRows,
@@ -364,14 +365,14 @@ void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan
 void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan);
 
 // Sums gradients by row. `update_at_once`: applies the optimizer to each sum, which is possible on
-// a single rank only; otherwise writes the sums to the outbox.
+// a single rank only; otherwise writes the sums to the send buffer.
 void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
             const LongRuns& long_runs, bool update_at_once);
 
 // The gradients (entries) that all ranks have for this rank's rows, linked into one list per row.
 // Entry r * capacity + i is the i-th of rank r.
 constexpr uint32_t kNoEntry = ~0u;
-struct Inbox {
+struct ReceiveLists {
   int64_t* list_begin;  // [W, T + 1] first entry of each table in each rank's list
   uint32_t* rows;       // [W * capacity] number of the entry's row, see View::own_begin
   uint32_t* next;       // [W * capacity] another entry of the same row, or kNoEntry
@@ -379,17 +380,18 @@ struct Inbox {
   int64_t capacity;     // entries of one rank
   int64_t bytes;        // total size of the arrays
 };
-// Lists the entries of all outboxes. None if a rank has refused its batch or updates with other
+// Lists the entries of all send buffers. None if a rank has refused its batch or updates with other
 // settings, or if a peer is lost: then no kernel of the update finds a row.
-void collect(const Launch& on, const Inbox& inbox);
+void collect(const Launch& on, const ReceiveLists& lists);
 // Sums the gradients of each row of column pieces, and writes the sums of squares. In several
 // domains, oper/shmem/exchange/device_squares.py then replaces them by the rows' totals.
 // `round`: with clipping, round 0 is before it; the last round is for row-wise optimizers.
-void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
+void merge_squares(const Launch& on, const ReceiveLists& lists, float gradient_scale,
+                   int32_t round);
 // Sums the gradients of each row and applies the optimizer.
-void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);
+void merge_and_update(const Launch& on, const ReceiveLists& lists, float gradient_scale);
 // Marks the rows that `merge_and_update` or, with one rank, `reduce` changes, see View::changed.
-void mark_merged(const Launch& on, const Inbox& inbox);
+void mark_merged(const Launch& on, const ReceiveLists& lists);
 void mark_runs(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Copies updated rows of replicated tiers into this rank's replicas.
 void refresh(const Launch& on);

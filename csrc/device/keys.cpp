@@ -128,19 +128,19 @@ SeenKeys lay_out_seen(int64_t num_ids, void* block) {
   return seen;
 }
 
-KeyInbox lay_out_key_inbox(const KeyView& keys, void* block) {
+ReceivedKeys lay_out_received_keys(const KeyView& keys, void* block) {
   BumpAllocator memory(block);
-  KeyInbox inbox{};
+  ReceivedKeys received{};
   const int64_t W = keys.world_size, most = W * keys.capacity;
-  inbox.begin = memory.take<int64_t>(keys.num_tables * W + 1);
+  received.begin = memory.take<int64_t>(keys.num_tables * W + 1);
   if (W > 1) {  // else the keys are merged from where they were left
-    inbox.received = memory.take<uint64_t>(most);
-    inbox.counts = memory.take<uint32_t>(most);
+    received.unmerged = memory.take<uint64_t>(most);
+    received.counts = memory.take<uint32_t>(most);
   }
-  inbox.hashes = memory.take<uint64_t>(most);
-  inbox.totals = memory.take<uint64_t>(most);
-  inbox.bytes = memory.used();
-  return inbox;
+  received.hashes = memory.take<uint64_t>(most);
+  received.totals = memory.take<uint64_t>(most);
+  received.bytes = memory.used();
+  return received;
 }
 
 }  // namespace oper::device

@@ -84,16 +84,16 @@ struct SeenKeys : ListedIds {
 SeenKeys lay_out_seen(int64_t num_ids, void* block);
 
 // Memory for the keys of all ranks that belong to this rank's buckets.
-struct KeyInbox {
+struct ReceivedKeys {
   int64_t* begin;      // [T * W + 1] by table and source, then the number of keys
-  uint64_t* received;  // [W * capacity], and their counts
+  uint64_t* unmerged;  // [W * capacity], and their counts
   uint32_t* counts;
   uint64_t* hashes;    // [W * capacity] merged: by table and hash
   uint64_t* totals;    // their occurrences; kKnown: a lookup has found the row; 0: seen by a lower rank too
   int64_t bytes;
 };
 constexpr uint64_t kKnown = uint64_t{1} << 63;
-KeyInbox lay_out_key_inbox(const KeyView& keys, void* block);
+ReceivedKeys lay_out_received_keys(const KeyView& keys, void* block);
 
 // Writes the row of each id, or the id itself if its table is not dynamic; and lists the ids, unless
 // `listed.hashes` is null.
@@ -109,7 +109,7 @@ void leave_keys(const View& view, const KeyView& keys, SeenKeys& seen, bool foun
                 bool is_mixed, uint32_t* refused, cudaStream_t stream);
 // Updates this rank's buckets by the keys that all ranks have listed, unless a rank has refused its
 // batch. `refused`: see BatchPlan, for a single rank that does not exchange gradients; else null.
-void update_keys(const Launch& on, const KeyView& keys, const KeyInbox& inbox,
+void update_keys(const Launch& on, const KeyView& keys, const ReceivedKeys& received,
                  const uint32_t* refused);
 // Initialises the rows that all ranks have given to new keys, where this rank has them.
 void begin_rows(const Launch& on, const KeyView& keys);

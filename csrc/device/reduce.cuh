@@ -21,9 +21,9 @@ struct ReduceArgs {
   int32_t runs_per_warp;                // runs that a warp takes at a time, at most 32
 };
 
-// Where the sum of a run goes: to the outbox, to the table's optimizer, or to row-wise Adagrad if
-// that is the optimizer of all tables.
-enum class To { kOutbox, kOptimizer, kRowWiseAdagrad };
+// Where the sum of a run goes: to the send buffer, to the table's optimizer, or to row-wise Adagrad
+// if that is the optimizer of all tables.
+enum class To { kSendBuffer, kOptimizer, kRowWiseAdagrad };
 template <To kTo>
 using Sink = std::integral_constant<To, kTo>;
 template <To kTo>
@@ -49,7 +49,7 @@ constexpr int slots_of() {
 template <class Shape, To kTo>
 class Reducer {
  public:
-  static constexpr bool kUpdate = kTo != To::kOutbox;
+  static constexpr bool kUpdate = kTo != To::kSendBuffer;
   using T = typename Shape::T;
   static constexpr int kSlots = slots_of<Shape, kUpdate>();
   using Gradients = RowRing<Shape, float, kSlots>;
@@ -246,7 +246,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,
                             Row<Shape>& row, const RowFacts& facts) {
   const Table& table = a.view.tables[t];
-  if constexpr (kTo != To::kOutbox) {
+  if constexpr (kTo != To::kSendBuffer) {
     // A CUDA graph repeats the kernels that were captured, but tables may have been frozen since.
     if (a.optimizers[t].optimizer.kind == Optimizer::kNone) is_there = false;
     const RowOptimizer<Shape, kKindOf<kTo>> optimizer(table, a.dim, a.optimizers[t], group, buffer);
@@ -256,13 +256,13 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64
     const float squares = is_row_wise(optimizer.kind()) ? optimizer.sum_of_squares(sum) : 0.0f;
     optimizer.apply(sum, squares, row, facts, is_there);
   } else if (is_there) {
-    char* box = a.view.outboxes[a.view.rank];
-    const OutboxHeader* header = reinterpret_cast<const OutboxHeader*>(box);
-    const uint32_t* segments = outbox_segments(box);
-    const int64_t* offsets = outbox_offsets(box, a.view);
+    char* send_buffer = a.view.send_buffers[a.view.rank];
+    const SendBufferHeader* header = reinterpret_cast<const SendBufferHeader*>(send_buffer);
+    const uint32_t* segments = send_buffer_segments(send_buffer);
+    const int64_t* offsets = send_buffer_offsets(send_buffer, a.view);
     const int64_t number = run - segments[static_cast<int64_t>(t) * a.view.world_size];
-    float* out =
-        reinterpret_cast<float*>(box + header->rows_offset) + offsets[t] + number * table.dim;
+    float* out = reinterpret_cast<float*>(send_buffer + header->rows_offset) + offsets[t] +
+                 number * table.dim;
     sum.store(out, table.dim, group.lane, Shape::E > 1);
   }
 }
@@ -275,7 +275,7 @@ void for_row_classes(const Launch& on, ReduceArgs args, bool update_at_once, Lau
     args.table_end = row_class.table_end;
     args.dim = row_class.dim;
     with_shape(row_class, [&](auto shape) {
-      if (!update_at_once) return launch(shape, Sink<To::kOutbox>{}, args);
+      if (!update_at_once) return launch(shape, Sink<To::kSendBuffer>{}, args);
       if (on.all_row_wise_adagrad) return launch(shape, Sink<To::kRowWiseAdagrad>{}, args);
       launch(shape, Sink<To::kOptimizer>{}, args);
     });

@@ -111,12 +111,12 @@ Status Barrier::wait() {
     if (((word ^ own) & ~kRefuses) != 0) other = peer;
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
-  // A peer that has given up while this rank still waited for another one updates nothing, so this
-  // rank must not, either. A rank that gives up then checks which ranks had arrived
+  // A peer that has aborted while this rank still waited for another one updates nothing, so this
+  // rank must not, either. A rank that aborts then checks which ranks had arrived
   // (oper/shmem/counters/progress.py). At least one of the two sees what the other has written.
   for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
-    if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
-    failed_ = {kPeerGaveUp, r};
+    if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kAborted) continue;
+    failed_ = {kPeerAborted, r};
   }
   // Checked after the wait: all ranks see the same words only when all have arrived.
   if (failed_.code == kOk && refused >= 0) return {kRefused, refused};
@@ -130,12 +130,12 @@ Status Barrier::wait() {
   return failed_;
 }
 
-void Barrier::give_up(int64_t verdict) {
+void Barrier::abort(int64_t verdict) {
   BarrierLine& mine = lines_[rank_];
   if (verdict != 0) mine.verdict.store(verdict, std::memory_order_seq_cst);
-  mine.absent.store(kGaveUp, std::memory_order_seq_cst);
+  mine.absent.store(kAborted, std::memory_order_seq_cst);
   futex_wake_all(&mine.epoch);
-  if (failed_.code == kOk) failed_ = {kPeerGaveUp, rank_};
+  if (failed_.code == kOk) failed_ = {kPeerAborted, rank_};
 }
 
 void Barrier::note_update(bool begins) {
@@ -159,11 +159,10 @@ std::vector<int64_t> Barrier::positions() const {
 
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
-  // A peer that has arrived and then given up, because another rank was late, does not continue.
+  // A peer that has arrived and then aborted, because another rank was late, does not continue.
   // This rank must not, either: it would update rows that the peer does not update.
   const auto here = [&] {
-    return line.absent.load(std::memory_order_relaxed) == kGaveUp ? kPeerGaveUp
-                                                                 : kOk;
+    return line.absent.load(std::memory_order_relaxed) == kAborted ? kPeerAborted : kOk;
   };
   for (int i = 0; i < spins_; ++i) {
     if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
@@ -179,7 +178,7 @@ Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
     const uint32_t absent = line.absent.load(std::memory_order_seq_cst);
-    if (absent == kGaveUp) return kPeerGaveUp;
+    if (absent == kAborted) return kPeerAborted;
     if (absent == kClosed) {
       // It may have arrived just before it closed.
       if (reached(line.epoch.load(std::memory_order_acquire), target)) return kOk;

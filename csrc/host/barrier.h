@@ -24,7 +24,7 @@ struct alignas(128) BarrierLine {
   // ranks have read it.
   std::atomic<uint32_t> phase[2];
   std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
-  // Why this rank has given up: the late rank that it has identified, packed by Python's desync.py;
+  // Why this rank has aborted: the late rank that it has identified, packed by Python's desync.py;
   // 0 = none.
   std::atomic<int64_t> verdict;
 };
@@ -33,7 +33,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Why a rank no longer arrives.
-enum Absence : uint32_t { kPresent = 0, kGaveUp = 1, kClosed = 2 };
+enum Absence : uint32_t { kPresent = 0, kAborted = 1, kClosed = 2 };
 
 class Barrier {
  public:
@@ -41,7 +41,7 @@ class Barrier {
     kOk = 0,
     kPeerLost = 1,
     kDeadline = 2,
-    kPeerGaveUp = 6,
+    kPeerAborted = 6,
     kOtherPhase = 8,  // all ranks have arrived, but in different phases
     kPeerClosed = 12,
     kRefused = 13,  // all ranks have arrived, but at least one refuses to take part this time
@@ -76,7 +76,7 @@ class Barrier {
 
   // Announces that this rank will not arrive again: ranks that wait for it fail immediately, and
   // can read `verdict`.
-  void give_up(int64_t verdict = 0);
+  void abort(int64_t verdict = 0);
 
   // Records that an update of this rank's rows begins or has ended.
   void note_update(bool begins);

@@ -37,8 +37,9 @@ void Context::start_counting() {
   moved_.assign(static_cast<size_t>(kNumMoved * T * W), 0);
   for (int32_t r = 0; r < W; ++r) arenas.rank.push_back(r);
   std::sort(arenas.rank.begin(), arenas.rank.end(),
-            [&](int32_t a, int32_t b) { return outbox[a] < outbox[b]; });
-  for (int32_t r : arenas.rank) arenas.outbox.push_back(reinterpret_cast<int64_t>(outbox[r]));
+            [&](int32_t a, int32_t b) { return send_buffer[a] < send_buffer[b]; });
+  for (int32_t r : arenas.rank)
+    arenas.send_buffer.push_back(reinterpret_cast<int64_t>(send_buffer[r]));
   for (int64_t t = 0; t < T; ++t) {
     tables[t].index = static_cast<int32_t>(t);
     tables[t].counters = TableCounters(moved_.data() + t * W, T * W);
@@ -96,31 +97,31 @@ void Context::reset_moved() {
   });
 }
 
-void Context::reset_outbox() {
-  outbox_cursor_.store(round_up(header_bytes(), 4096));
-  partial_cursor_.store(outbox_half());
+void Context::reset_send_buffer() {
+  send_buffer_cursor_.store(round_up(header_bytes(), 4096));
+  partial_cursor_.store(send_buffer_half());
 }
 
-bool Context::take_outbox(const Table& table, int64_t count, OutboxTable* entry) {
+bool Context::take_send_buffer(const Table& table, int64_t count, SendBufferTable* entry) {
   entry->slots_offset = take_bytes(count * 4);
   entry->rows_offset = take_bytes(count * table.gradient_bytes());
   return entry->slots_offset >= 0 && entry->rows_offset >= 0;
 }
 
-void Context::collapse_outbox(int32_t owner_rank) {
-  OutboxHeader* header = outbox_header(owner_rank);
+void Context::collapse_send_buffer(int32_t owner_rank) {
+  SendBufferHeader* header = send_buffer_header(owner_rank);
   if (owner_rank == rank) {
-    const int64_t used = std::min(outbox_cursor_.load(), outbox_half());
+    const int64_t used = std::min(send_buffer_cursor_.load(), send_buffer_half());
     if (used > header->used_bytes) header->used_bytes = used;
   }
-  outbox_collapsed_.resize(static_cast<size_t>(world_size));
-  int64_t& done = outbox_collapsed_[owner_rank];
+  send_buffer_collapsed_.resize(static_cast<size_t>(world_size));
+  int64_t& done = send_buffer_collapsed_[owner_rank];
   if (header->used_bytes <= done) return;
   // A quarter more than needed, so that slowly growing batches do not request pages in every step.
   const int64_t want = std::min(
       round_up(header->used_bytes + header->used_bytes / 4, static_cast<int64_t>(kHugePage)),
-      outbox_bytes / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage));
-  if (want > done) collapse_huge(outbox[owner_rank] + done, static_cast<size_t>(want - done));
+      send_buffer_bytes / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage));
+  if (want > done) collapse_huge(send_buffer[owner_rank] + done, static_cast<size_t>(want - done));
   done = std::max(want, header->used_bytes);
 }
 

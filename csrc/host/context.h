@@ -76,8 +76,8 @@ struct Table {
   std::vector<RowType> types;  // see RowPlace; empty: all rows are of `row_type`, the widest
   int32_t mean;  // 1: mean pooling
   TableMap read;  // id -> byte address of the row to read, or its RowPlace
-  TableMap home;  // id -> home key, see common/directory.h
-  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1]).
+  TableMap home;  // id -> linear index, see common/directory.h
+  // [W + 1]: owner r has linear indices [owner_begin[r], owner_begin[r + 1]).
   std::vector<int64_t> owner_begin;
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
@@ -91,7 +91,8 @@ struct Table {
   // all rows: it then looks them up as in a pulled table, with bitwise equal results.
   bool has_push;
   bool all_pushed;  // every tier is, so that ids need not be checked one by one
-  std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
+  std::vector<std::pair<uint32_t, uint32_t>>
+      pushed_keys;  // ranges of linear indices in pushed tiers
   // The pieces of a table that is split by columns, in column order, this one included; else empty.
   // Where the optimizer or clipping needs the sum of squares of a whole row, the owner of each
   // piece writes the sum over its columns to `squares`, of each rank [rounds_of_squares(), slots].
@@ -133,7 +134,7 @@ struct Table {
   E* row(int64_t slot) const {
     return reinterpret_cast<E*>(rows) + slot * dim;
   }
-  // The rank that owns the row with this home key.
+  // The rank that owns the row with this linear index.
   int32_t owner_of(int64_t key) const {
     // Without branches: the owners of a stripe alternate, which a branch predictor cannot learn.
     int32_t owner = 0;
@@ -183,27 +184,28 @@ class Scratch {
   std::vector<int64_t> rows_read_;
 };
 
-// The headers of a rank's outbox. Its peers read them to find the data that it has left for them.
-struct OutboxHeader {
+// The headers of a rank's send buffer. Its peers read them to find the data that it has left for
+// them.
+struct SendBufferHeader {
   int64_t used_bytes;  // most bytes that a batch has used, which readers want in huge pages
   int64_t reserved[7];
 };
 
 // A rank's reduced gradients of one table: slots at the owners and gradient rows, by owner.
-struct OutboxTable {
-  int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
-  int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
+struct SendBufferTable {
+  int64_t slots_offset;  // bytes from the start of the send buffer, uint32 [n]
+  int64_t rows_offset;   // bytes from the start of the send buffer, float [n, dim]
   // int64 [W + 1], stored after this: entries of owner r are [begin[r], begin[r + 1]).
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }
 };
 
 // A rank's requests to the owners of pushed rows of one table: the slots of its ids and the bags to
-// which they belong, by owner, in input order. Offsets are bytes from the start of the outbox.
+// which they belong, by owner, in input order. Offsets are bytes from the start of the send buffer.
 struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
   int64_t gradients_offset;           // float [bags, dim], backward only
-  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
+  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in SendBufferTable
 };
 
 // The partial sums that an owner has pooled for one reader: the bags that contain rows of this
@@ -224,8 +226,8 @@ struct Context {
   std::vector<Refresh> refreshes;
   int64_t output_columns = 0;
   uint32_t settings = 0;  // hash of the optimizers' constants in this update; ranks compare it
-  std::vector<char*> outbox;  // [W]
-  int64_t outbox_bytes = 0;
+  std::vector<char*> send_buffer;  // [W]
+  int64_t send_buffer_bytes = 0;
   std::unique_ptr<Barrier> barrier;  // of this memory domain; null: single rank
   std::vector<int32_t> domain;       // by index in the barrier: the rank
   std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
@@ -255,49 +257,53 @@ struct Context {
   int64_t num_changes(int64_t table) const;
   // Writes the marked slots to `slots` [num_changes], ascending, and clears the marks.
   void take_changes(int64_t table, uint32_t* slots);
-  // Sets up the counters; called once, when tables and outboxes are complete.
+  // Sets up the counters; called once, when tables and send buffers are complete.
   void start_counting();
   auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
-  // The outbox is one range of addresses: headers; data written before an exchange (reduced rows,
-  // requests); and, in its second half, partial sums, which a slow reader may still read while the
-  // next backward pass fills the first half.
+  // The send buffer is one range of addresses: headers; data written before an exchange (reduced
+  // rows, requests); and, in its second half, partial sums, which a slow reader may still read
+  // while the next backward pass fills the first half.
   template <class T>
-  T* in_outbox(int32_t owner_rank, int64_t bytes) const {
-    return reinterpret_cast<T*>(outbox[owner_rank] + bytes);
+  T* in_send_buffer(int32_t owner_rank, int64_t bytes) const {
+    return reinterpret_cast<T*>(send_buffer[owner_rank] + bytes);
   }
-  // Byte sizes of the outbox's headers: an OutboxHeader; then of each table an OutboxTable, a
-  // RequestTable and PartialTable [W].
-  int64_t header_bytes(int64_t outboxes, int64_t requests, int64_t partials) const {
-    constexpr int64_t kHeader = sizeof(OutboxHeader), kOutbox = sizeof(OutboxTable),
+  // Byte sizes of the send buffer's headers: a SendBufferHeader; then of each table a
+  // SendBufferTable, a RequestTable and PartialTable [W].
+  int64_t header_bytes(int64_t send_buffers, int64_t requests, int64_t partials) const {
+    constexpr int64_t kHeader = sizeof(SendBufferHeader), kSendBuffer = sizeof(SendBufferTable),
                       kRequest = sizeof(RequestTable), kPartial = sizeof(PartialTable);
     const int64_t bounds = 8 * (world_size + 1);
-    return kHeader + outboxes * (kOutbox + bounds) + requests * (kRequest + bounds) +
+    return kHeader + send_buffers * (kSendBuffer + bounds) + requests * (kRequest + bounds) +
            partials * kPartial;
   }
   int64_t num_tables() const { return static_cast<int64_t>(tables.size()); }
   int64_t header_bytes() const {
     return header_bytes(num_tables(), num_tables(), num_tables() * world_size);
   }
-  OutboxHeader* outbox_header(int32_t owner_rank) const {
-    return in_outbox<OutboxHeader>(owner_rank, 0);
+  SendBufferHeader* send_buffer_header(int32_t owner_rank) const {
+    return in_send_buffer<SendBufferHeader>(owner_rank, 0);
   }
-  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
-    return in_outbox<OutboxTable>(owner_rank, header_bytes(table, 0, 0));
+  SendBufferTable* send_buffer_table(int32_t owner_rank, int64_t table) const {
+    return in_send_buffer<SendBufferTable>(owner_rank, header_bytes(table, 0, 0));
   }
   RequestTable* request_table(int32_t owner_rank, int64_t table) const {
-    return in_outbox<RequestTable>(owner_rank, header_bytes(num_tables(), table, 0));
+    return in_send_buffer<RequestTable>(owner_rank, header_bytes(num_tables(), table, 0));
   }
   PartialTable* partial_table(int32_t owner_rank, int64_t table, int32_t reader) const {
-    return in_outbox<PartialTable>(
+    return in_send_buffer<PartialTable>(
         owner_rank, header_bytes(num_tables(), num_tables(), table * world_size + reader));
   }
   // Allocate space in the first (take_bytes) or second half: return its offset, or -1 if it is
   // full.
-  int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
-  int64_t take_partial_bytes(int64_t bytes) {
-    return take_from(partial_cursor_, outbox_bytes, bytes);
+  int64_t take_bytes(int64_t bytes) {
+    return take_from(send_buffer_cursor_, send_buffer_half(), bytes);
   }
-  int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
+  int64_t take_partial_bytes(int64_t bytes) {
+    return take_from(partial_cursor_, send_buffer_bytes, bytes);
+  }
+  int64_t send_buffer_half() const {
+    return has_push ? send_buffer_bytes / 2 / 4096 * 4096 : send_buffer_bytes;
+  }
   bool has_push = false;  // a table has pushed tiers
   // Work on dynamic tables during the update of the next backward pass: `first` before any row
   // changes; `last` after the rows of this rank have changed and all ranks of this memory domain
@@ -310,12 +316,12 @@ struct Context {
   int64_t unpooled_columns = 0;
   std::shared_ptr<PeerRows> peer_rows;  // null: rows of other ranks are always read in place
 
-  // Frees the outbox for another batch.
-  void reset_outbox();
-  // Allocates `count` gradient rows and slots of a table; false if the outbox is full.
-  bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
-  // Requests huge pages for the used part of a rank's outbox, if not requested before.
-  void collapse_outbox(int32_t owner_rank);
+  // Frees the send buffer for another batch.
+  void reset_send_buffer();
+  // Allocates `count` gradient rows and slots of a table; false if the send buffer is full.
+  bool take_send_buffer(const Table& table, int64_t count, SendBufferTable* entry);
+  // Requests huge pages for the used part of a rank's send buffer, if not requested before.
+  void collapse_send_buffer(int32_t owner_rank);
 
  private:
   Spares<Scratch> scratches_;
@@ -324,9 +330,9 @@ struct Context {
     const int64_t at = cursor.fetch_add((bytes + 63) / 64 * 64);
     return at + bytes <= end ? at : -1;
   }
-  std::atomic<int64_t> outbox_cursor_{0};
+  std::atomic<int64_t> send_buffer_cursor_{0};
   std::atomic<int64_t> partial_cursor_{0};
-  std::vector<int64_t> outbox_collapsed_;  // [W] bytes for which huge pages were requested
+  std::vector<int64_t> send_buffer_collapsed_;  // [W] bytes for which huge pages were requested
 };
 
 // Measures consecutive phases of a pass, the first of which starts at construction.
@@ -361,8 +367,8 @@ struct FeatureBags {
   int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
-// One table's ids of a batch in the order of their home keys, in which the backward pass processes
-// them. Arrays are given by byte offsets from a common base, see `at`.
+// One table's ids of a batch in the order of their linear indices, in which the backward pass
+// processes them. Arrays are given by byte offsets from a common base, see `at`.
 struct TableOrder {
   int64_t n;          // ids that this rank reduces: those outside pushed tiers
   int64_t num_bags;   // of all features of the table, numbered consecutively
@@ -437,7 +443,9 @@ struct Batch {
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
-  const SampleGradients* shared = nullptr;     // whose sums the features' gradients are; null: none
+  // Gradients of samples that share bags; a bag's gradient is the sum over its samples. Null: no bag
+  // is shared.
+  const SampleGradients* shared = nullptr;
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
@@ -457,7 +465,7 @@ struct RemoteRows {
   // For each id of the table's features: the row's address, or -1 - its index in `keys`, or 0 if
   // the owner pools it. Null: no rows are needed.
   int64_t* places;
-  uint32_t* keys;     // distinct home keys, ascending
+  uint32_t* keys;  // distinct linear indices, ascending
   int64_t num_keys;
 };
 

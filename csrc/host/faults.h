@@ -7,7 +7,15 @@
 
 namespace oper::host {
 
-enum class FaultPoint : int32_t { kNone, kResolve, kForward, kOutbox, kBarrier, kUpdate, kReplicas };
+enum class FaultPoint : int32_t {
+  kNone,
+  kResolve,
+  kForward,
+  kSendBuffer,
+  kBarrier,
+  kUpdate,
+  kReplicas
+};
 constexpr int32_t kNumFaultPoints = 7;
 
 struct Fault {

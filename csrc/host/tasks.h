@@ -14,7 +14,7 @@ namespace oper::host {
 // Errors found by the tasks of a rank, on any thread.
 struct Found {
   std::atomic<int64_t> bad{-1};   // smallest index of an id out of range; -1 = none
-  std::atomic<bool> full{false};  // the outbox is
+  std::atomic<bool> full{false};  // whether data did not fit the send buffer
   void note(int64_t result) {     // of a kernel: an index, kReduceOk or kReduceFull
     if (result == kReduceFull) full.store(true);
     if (result < 0) return;

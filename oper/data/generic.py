@@ -115,7 +115,8 @@ def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
 
 
 def file_layout(kind: str, separator: str, encoding: str) -> Layout:
-    """Make the layout of files of `kind` without columns."""
+    """Make a `Layout` for files of `kind` (``"text"``, ``"parquet"``, ...) whose columns are still
+    unknown: its list of columns is empty."""
     return Layout(kind, (), **_form(kind, separator, encoding))
 
 

@@ -274,8 +274,8 @@ class Recipe(Split):
         for layout in self.layouts:
             if layout.name == name:
                 return layout
-        raise InvalidInputError(f"recipe {self.name!r}", "layout", name,
-                                f"one of {[x.name for x in self.layouts]}", "choose one of them")
+        raise InvalidInputError(f"cannot use recipe {self.name!r}", "layout", name,
+                                f"one of {[x.name for x in self.layouts]}", "correct the name")
 
 
 def load_recipe(name_or_path: str) -> Recipe:

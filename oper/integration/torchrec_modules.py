@@ -106,7 +106,7 @@ def table_specs(collection: Collection,
         if dtype is None:
             raise InvalidInputError(f"cannot shard table {config.name!r}", "data_type",
                                     config.data_type, f"one of {[d.name for d in known]}",
-                                    "convert the table")
+                                    "convert its weights, and set data_type in its configuration")
         if getattr(config, "use_virtual_table", False):
             raise InvalidInputError(f"cannot shard table {config.name!r}", "use_virtual_table",
                                     True, "False",

@@ -37,8 +37,9 @@ def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor
     """
     k = config.num_concepts
     if shares is None and edges is not None:
-        raise InvalidInputError("cannot use this graph", "shares", None,
-                                "given, since edges are", "pass shares, or leave out edges")
+        raise InvalidInputError("cannot use the graph `edges` over concepts", "shares", None,
+                                "the items' shares of the known concepts, which the edges connect",
+                                "pass shares too, or leave out edges")
     if shares is None and config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
     if shares is None:

@@ -110,7 +110,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     """
     if name not in RECOMMENDERS:
         raise InvalidInputError("no such recommender", "name", name,
-                                f"one of {sorted(RECOMMENDERS)}", "choose one of these")
+                                f"one of {sorted(RECOMMENDERS)}", "correct the name")
     for split in ("valid", "test"):
         if not data.held_out(split).users.size:
             raise InvalidInputError("cannot test a model", f"{split} users", 0,

@@ -2,7 +2,7 @@
 
 *Position*: index of a row in hotness order. *Owner*: the rank that stores a row; of a replicated
 row, its master copy and optimizer state. *Slot*: index of a row in its owner's shard of the table.
-*Home key*: ``owner_begin[owner] + slot``, a permutation of the rows sorted by owner and slot.
+*Linear index*: ``owner_begin[owner] + slot``, a permutation of the rows sorted by owner and slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from oper.errors import PlanError
 from oper.plan import MEMORIES, Plan, TablePlan, Tier
 from oper.tables import CODE_BITS, bytes_of_row
 
-MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
+MAX_ROWS = 2**32 - 1  # linear indices and slots are 32-bit numbers
 _LINE = 64
 
 
@@ -93,7 +93,7 @@ class TableDirectory:
             rank: all of them, and those in host memory.
         is_mixed: whether tiers have different element types; rows are then addressed by tier and
             row number within the tier (`by_tier`), since slots differ in size.
-        owner_begin: int64 [W + 1], first home key of each rank, then the number of rows.
+        owner_begin: int64 [W + 1], first linear index of each rank, then the number of rows.
 
     Raises:
         PlanError: the table has more rows than there are slot numbers, or has quantised rows and
@@ -108,7 +108,8 @@ class TableDirectory:
         if plan.table.dtype in CODE_BITS and len(plan.pieces) > 1:
             raise PlanError(f"cannot place table {self.table.name!r}", "columns",
                             [(p.start, p.stop) for p in plan.pieces],
-                            f"whole rows for {plan.table.dtype}, whose codes share a scale",
+                            "one piece with all columns, because the codes of a row of "
+                            f"{plan.table.dtype} share a scale",
                             "plan without column splits")
         tiers = plan.pieces[piece].tiers
         # If every piece has one tier, hotness does not matter and positions can be ids. All pieces

@@ -94,7 +94,7 @@ class App:
             if not is_scored and path not in self._pages:
                 raise ServerError(404, "no such address", "path", path,
                                   f"{self._infer_path} or one of {sorted(self._pages)}",
-                                  "use one of these paths")
+                                  "correct the path of the request")
             allowed = self._allowed(exchange)
             if exchange.method not in allowed.split(", "):
                 raise ServerError(405, f"cannot answer at {path}", "method", exchange.method,

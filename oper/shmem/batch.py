@@ -9,7 +9,7 @@ import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.shmem.group.status import Fault, Status
-from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
+from oper.shmem.settings import DEADLINE_ENV, SEND_BUFFER_ENV, deadline_s
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen: see the comment at `Lookup`
@@ -191,7 +191,7 @@ def refuse_transforms() -> None:
                                 "look up first, and transform the rest of the model")
 
 
-def raise_status(code: int, detail: int, outbox_bytes: int, batch: Lookup | None = None,
+def raise_status(code: int, detail: int, send_buffer_bytes: int, batch: Lookup | None = None,
                  offsets: torch.Tensor | None = None, tables: Any = None) -> NoReturn:
     """Raise the error for a status code of the kernels.
 
@@ -199,7 +199,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, batch: Lookup | None
 
     Args:
         code, detail: values returned by the operator; see `Status`.
-        outbox_bytes: size of a rank's outbox.
+        send_buffer_bytes: size of a rank's send buffer.
         batch: the batch of the failed operator; None if the operator had no batch.
         offsets: int64 [num_keys * B + 1], bounds of the batch's bags.
         tables: the tables that were to look up the batch.
@@ -222,10 +222,11 @@ def raise_status(code: int, detail: int, outbox_bytes: int, batch: Lookup | None
             "ranks update the tables with different learning rates, frozen tables or step counts "
             "of Adam", "rank that differs", detail, "the same on all ranks",
             "set lr and requires_grad by the same rule on every rank; no rank has updated its rows")
-    if code == Status.OUTBOX_FULL:
-        raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
+    if code == Status.SEND_BUFFER_FULL:
+        raise OperError("the gradients of a batch do not fit the send buffer", SEND_BUFFER_ENV,
+        send_buffer_bytes,
                         "enough bytes for the gradients of the batch's distinct rows",
-                        f"raise {OUTBOX_ENV} or use a smaller batch")
+                        f"raise {SEND_BUFFER_ENV} or use a smaller batch")
     assert batch is not None and offsets is not None, f"status {code} without a batch"
     if code == Status.BAD_BATCH:
         raise InvalidInputError("cannot look up", *_fault(detail, batch, tables.device))
@@ -240,10 +241,12 @@ def raise_status(code: int, detail: int, outbox_bytes: int, batch: Lookup | None
                                 "number the distinct bags consecutively from 0")
     if code == Status.BAD_LENGTHS:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
-        raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
+        raise InvalidInputError("the lengths of a batch do not match its ids",
+                                "sum(lengths), min(lengths)",
                                 (sum(batch.lengths.tolist()), least),
-                                f"a sum of {batch.ids.numel()}, the number of ids, and no negative "
-                                "length", "correct the lengths or the ids of the batch")
+                                f"a sum of {batch.ids.numel()}, the number of ids, and a minimum "
+                                ">= 0",
+                                "pass the lengths of the bags that contain these ids, not offsets")
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)
     bad = int(batch.ids[detail])
@@ -266,10 +269,11 @@ def _fault(fault: int, batch: Lookup, device: torch.device) -> tuple[str, Any, s
                 "move the batch there")
     if fault == Fault.NUM_LENGTHS:
         return ("number of lengths", lengths.numel(),
-                f"one length per key and sample, for batch size {batch.batch_size}",
-                "pass num_keys * batch_size lengths")
+                f"a length for each of {batch.batch_size} samples of every key that a feature uses",
+                "pass num_keys * batch_size lengths, key by key")
     if fault == Fault.KEY_OF:
-        return ("key_of", key_of.tolist()[:8], "the index of a key for every feature",
+        return ("key of each feature (key_of)", key_of.tolist()[:8],
+                "for every feature of the tables, the index of a key in the batch",
                 "add the missing features to the batch")
     if fault == Fault.WEIGHTS:
         assert weights is not None

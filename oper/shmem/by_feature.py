@@ -68,8 +68,8 @@ class BoundsCheck:
         name = str(getattr(mode, "name", mode)).lower().removeprefix("v2_")
         name = "fatal" if name == "none" else name
         if name not in BOUNDS_MODES:
-            raise InvalidInputError("invalid bounds check", "mode", mode, f"one of {BOUNDS_MODES}",
-                                    "pass one of these")
+            raise InvalidInputError("cannot check the range of ids", "bounds_check mode", mode,
+                                    f"one of {BOUNDS_MODES}", "correct the mode")
         self.mode = name
         self.num_bad_ids = 0
         self._counting = threading.Lock()

@@ -131,12 +131,20 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
               rows: torch.Tensor, weights: torch.Tensor | None, key_of: torch.Tensor, tables: int,
               batch_size: int, pooled: bool, weights_need_gradient: bool
               ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a gradient to `CollectedPasses`, whose hook on the anchor then updates the tables.
+    """Add the gradient of a lookup's output to `CollectedPasses`.
 
-    `rows`: the third result of `lookup_op`.
+    The tables are updated by a hook on the anchor, once its gradient is complete.
+
+    Args:
+        grad: gradient of the output, float32 [rows, columns].
+        ids, offsets, weights, key_of, batch_size, pooled: the batch, see `Lookup`.
+        rows: the third result of `lookup_op`.
+        tables: number of the tables, see `_tables`.
+        weights_need_gradient: whether to compute the gradient of `weights`.
 
     Returns:
-        The gradients of the anchor, [0], and of the weights, [N], or [0] if not needed.
+        The gradient of the anchor, which is empty, and that of the weights: float32 [N], or empty
+        if they need none.
     """
     opened = _tables(tables)
     batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,

@@ -65,8 +65,8 @@ class HeldPasses:
         passes: the passes held back.
         holders: number of `hold` blocks that are active, over all threads.
         is_entered: whether a `hold` block was entered since the last update.
-        refused: the error of a pass whose gradient was refused, in which case the sum must not be
-            applied; else None.
+        refused: the error of a pass whose gradient was refused, after which the accumulated
+            gradients must not be applied; else None.
     """
 
     def __init__(self, lock: Any) -> None:

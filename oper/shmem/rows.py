@@ -149,8 +149,8 @@ class LogicalRows:
         parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
         if part not in parts:
             raise InvalidInputError(f"table {table!r} has no such part", "part", part,
-                                    f"one of {list(parts)}, which {spec.optimizer} has",
-                                    "choose one of these")
+                                    f"one of {list(parts)}, as {spec.optimizer} has them",
+                                    "correct the name, or shard with another optimizer")
         return parts[part]
 
     def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import os
 from oper.support.environment import setting
 
 DEADLINE_ENV = "OPER_DEADLINE_S"
-OUTBOX_ENV = "OPER_OUTBOX_BYTES"
+SEND_BUFFER_ENV = "OPER_SEND_BUFFER_BYTES"
 
 
 def deadline_s() -> float:
@@ -15,14 +15,15 @@ def deadline_s() -> float:
     return _number(DEADLINE_ENV, 300.0)
 
 
-def outbox_bytes(default: int | None = None) -> int:
-    """Return the limit on a rank's outbox, in bytes of address space (memory is used when written).
+def send_buffer_bytes(default: int | None = None) -> int:
+    """Return the limit on a rank's send buffer, in bytes of address space (memory is used when
+    written).
 
-    ``OPER_OUTBOX_BYTES`` if set; else `default`, or a quarter of the machine's memory if None.
+    ``OPER_SEND_BUFFER_BYTES`` if set; else `default`, or a quarter of the machine's memory if None.
     """
     if default is None:
         default = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return int(_number(OUTBOX_ENV, default))
+    return int(_number(SEND_BUFFER_ENV, default))
 
 
 def _number(name: str, default: float) -> float:

@@ -47,7 +47,7 @@ from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.passes import HeldPasses
 from oper.shmem.placement.layout import ArenaLayout, context_arguments
-from oper.shmem.placement.outbox import reserved_bytes
+from oper.shmem.placement.send_buffer import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.replica_groups.moves import begin_move
 from oper.shmem.settings import deadline_s
@@ -135,9 +135,9 @@ class ShardedTables(TableUpdates):
         domains = find_domains(group)
         trains, num_domains = self.optimizers is not None, len(set(domains))
         self._exchange = self._open_exchange(domains) if num_domains > 1 else None
-        # Whether owners pool rows for other domains, and whether ranks write to their outboxes.
+        # Whether owners pool rows for other domains, and whether ranks write to their send buffers.
         self._pools_for_domains = num_domains > 1 and owners_pool(tables, trains, num_domains)
-        self._uses_outboxes = trains or (self._pools_for_domains and self.has_push)
+        self._uses_send_buffers = trains or (self._pools_for_domains and self.has_push)
         bits = [plan.message_bits.of(t.name) for t in tables]
         rounds = num_domains > 1 and any(x.gradients <= 8 for x in bits)
         rounds |= any(t.dtype != "float32" for t in tables)
@@ -176,14 +176,14 @@ class ShardedTables(TableUpdates):
     def _open_heap(self) -> None:
         """Lay out and map the arenas."""
         group, members = self.group, list(self.members)
-        # Even a single rank's update passes its gradients through the outbox.
+        # Even a single rank's update passes its gradients through the send buffer.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
-            reserved_bytes(self.directories, self._uses_outboxes), self._row_clipped())
+            reserved_bytes(self.directories, self._uses_send_buffers), self._row_clipped())
         self._heap = HostHeap(
             DomainGroup(group, members) if self._exchange else group,
             [self._layout.num_bytes[r] for r in members],
-            [self._layout.host_ranges[r] for r in members], self._layout.outbox_bytes)
+            [self._layout.host_ranges[r] for r in members], self._layout.send_buffer_bytes)
         self._addresses = [0] * group.world_size
         for rank, address in zip(members, self._heap.addresses, strict=True):
             self._addresses[rank] = address
@@ -377,7 +377,7 @@ class ShardedTables(TableUpdates):
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._raise_peer_failure(code, detail)
-        raise_status(code, detail, self._layout.outbox_bytes, batch, offsets, self)
+        raise_status(code, detail, self._layout.send_buffer_bytes, batch, offsets, self)
 
     @in_turn
     def barrier(self) -> None:

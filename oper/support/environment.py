@@ -62,8 +62,8 @@ _ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # >= 80, since kernels use asynchrono
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
     "OPER_DEBUG": _one_of("1: print the traceback of an error", "0", "1"),
-    "OPER_OUTBOX_BYTES": Variable("upper limit of a rank's gradient outbox",
-                                  "a number of bytes above 0", _number(1)),
+    "OPER_SEND_BUFFER_BYTES": Variable("upper limit of a rank's send buffer (summed gradients)",
+                                       "a number of bytes above 0", _number(1)),
     "OPER_DEVICE_HEAP": _one_of("how ranks share device memory",
                                 "symmetric", "virtual"),
     "OPER_FBGEMM": Variable("folder of the fbgemm_gpu package to compare with on a GPU",

@@ -26,7 +26,7 @@ CASE = device.Case("small", WORK, **GIVEN)
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load_device", emulated.load)
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(1 << 20))
 
 
 def verified(case: device.Case) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def emulate(patches: pytest.MonkeyPatch) -> None:
     """Use the emulated device library, and build it before ranks wait for each other."""
     load()
     patches.setattr(library, "load_device", load)
-    patches.setenv("OPER_OUTBOX_BYTES", str(4 << 20))
+    patches.setenv("OPER_SEND_BUFFER_BYTES", str(4 << 20))
 
 
 class _HostLookup(torch.autograd.Function):

@@ -42,7 +42,7 @@ def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) 
     plan = (rp.rich_plan(case.tables, 2, 1, columns=True) if world_size == 2
             else rp.plans_for(case.tables, 4)["mixed1"])
     found = run_world(world_size, _train, plan, "rowwise_adagrad",
-                      env={"OPER_OUTBOX_BYTES": str(4 << 20)})
+                      env={"OPER_SEND_BUFFER_BYTES": str(4 << 20)})
     host = rs.train_virtual(case, plan, rs.make_steps(case, world_size, 2),
                             rs.OPTIMIZERS["rowwise_adagrad"])
     rs.assert_bitwise(vars(host), vars(rs.merge_ranks([result for result, _ in found])), "result")
@@ -54,5 +54,5 @@ def test_hosts_with_other_learning_rates_do_not_update(emulation: pytest.MonkeyP
     emulated.load()
     plan = uniform_plan(small_case("sgd").tables, 2, "striped")
     for error, _ in run_world(2, _train, plan, "sgd", (0.0, 1.0),
-                              env={"OPER_OUTBOX_BYTES": str(4 << 20)}):
+                              env={"OPER_SEND_BUFFER_BYTES": str(4 << 20)}):
         assert "different learning rates" in error

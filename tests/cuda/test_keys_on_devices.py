@@ -148,7 +148,7 @@ def assert_same(patches: pytest.MonkeyPatch, *args: Any, late: bool = False, **k
 @pytest.fixture(autouse=True)
 def device(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_DEVICE_THREADS", "64")  # few blocks, which is faster
-    emulation.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
+    emulation.setenv("OPER_SEND_BUFFER_BYTES", str(1 << 20))
 
 
 @pytest.mark.parametrize("number, rule", [*enumerate(RULES)])
@@ -275,9 +275,9 @@ def test_a_refused_batch_changes_no_directory(emulation: pytest.MonkeyPatch) -> 
     assert plain[0][0].clocks == {"few": 3, "many": 3}
 
 
-def test_more_keys_than_the_outbox_holds(emulation: pytest.MonkeyPatch) -> None:
+def test_more_keys_than_the_send_buffer_holds(emulation: pytest.MonkeyPatch) -> None:
     """No rank updates its directories; smaller batches go on."""
-    emulation.setenv("OPER_OUTBOX_BYTES", str(64 * 12 * 100))
+    emulation.setenv("OPER_SEND_BUFFER_BYTES", str(64 * 12 * 100))
 
     def body(group: ThreadGroup) -> tuple[str, dict[str, int]]:
         tables = open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"many": RULES[0]})
@@ -293,7 +293,7 @@ def test_more_keys_than_the_outbox_holds(emulation: pytest.MonkeyPatch) -> None:
 
     with on_devices(emulation):
         (theirs, found), (mine, same) = run_ranks(2, body)
-    assert "keys of a batch do not fit" in mine and "keys=10" in mine and "OPER_OUTBOX" in mine
+    assert "keys of a batch do not fit" in mine and "keys=10" in mine and "OPER_SEND_BUFFER" in mine
     assert "refused its batch" in theirs
     assert found == same == {"clock": 1, "rows": 1}
 

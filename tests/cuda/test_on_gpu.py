@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a GPU")
 OPTIMIZER = rs.OPTIMIZERS["rowwise_adagrad"]
 # Several processes on one device; torch refuses it otherwise.
 SHARED_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-                 "OPER_OUTBOX_BYTES": str(4 << 20)}
+                 "OPER_SEND_BUFFER_BYTES": str(4 << 20)}
 
 
 def _train(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: int) -> Any:

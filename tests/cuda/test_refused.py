@@ -41,11 +41,11 @@ def bad_id(batch: Lookup) -> Lookup:
 
 SPOILED: dict[str, tuple[str, Callable[[Lookup], Lookup], float]] = {
     "id": ("id=1000000", bad_id, 1.0),
-    "sum of lengths": ("lengths do not fit", lambda b: replace(b, lengths=b.lengths + 1), 1.0),
+    "sum of lengths": ("lengths of a batch", lambda b: replace(b, lengths=b.lengths + 1), 1.0),
     "negative id": ("id=-1", lambda b: replace(b, ids=torch.full_like(b.ids, -1)), 1.0),
     "negative length": ("=-[19]", lambda b: replace(b, lengths=b.lengths - 1000), 1.0),
     "number of lengths": ("cannot look up", lambda b: replace(b, lengths=b.lengths[1:]), 1.0),
-    "no bags": ("bag lengths do not fit",
+    "no bags": ("lengths of a batch",
                 lambda b: replace(b, lengths=b.lengths[:0], batch_size=0), 1.0),
     "gradient": ("is not finite", replace, float("nan")),
 }
@@ -137,9 +137,9 @@ def test_ranks_with_too_many_rows() -> None:
     rs.run_ranks(2, body)
 
 
-def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
+def test_a_small_send_buffer(emulation: pytest.MonkeyPatch) -> None:
     """All ranks raise, and no row changes."""
-    emulation.setenv("OPER_OUTBOX_BYTES", "4096")
+    emulation.setenv("OPER_SEND_BUFFER_BYTES", "4096")
     case = replace(CASE, base_batch=512)
     for plan in (uniform_plan(case.tables, 2, "striped"), rp.rich_plan(case.tables, 2, 1, False)):
         ((batch, _),) = rs.make_steps(case, 2, 1)
@@ -147,7 +147,7 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
         def body(group: ThreadGroup, plan: Plan = plan, batch: rs.Batch = batch) -> None:
             tables = rs.open_tables(case, plan, group, OPTIMIZER)
             before = [tables.read(name) for name in tables.specs]
-            with pytest.raises(OperError, match="OPER_OUTBOX_BYTES"):
+            with pytest.raises(OperError, match="OPER_SEND_BUFFER_BYTES"):
                 train(tables, batch)
                 tables.synchronize()  # type: ignore[attr-defined]
             tables.barrier()
@@ -161,7 +161,7 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
 def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.MonkeyPatch) -> None:
     """The first error is raised between the second batch's forward and backward passes, and only
     the third batch is trained."""
-    emulation.setenv("OPER_OUTBOX_BYTES", "16384")
+    emulation.setenv("OPER_SEND_BUFFER_BYTES", "16384")
     large = replace(CASE, base_batch=512)
     plan = rp.rich_plan(CASE.tables, 2, 1, columns=True)
     ((too_large, _),) = rs.make_steps(large, 2, 1)
@@ -177,7 +177,7 @@ def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.Monk
             passes.append(tables.forward(looked_up[1], collective=True))
             tables.found_error = found
             for k, (out, offsets) in enumerate(passes):
-                words = "refused in its lookup" if k else "OPER_OUTBOX_BYTES"
+                words = "refused in its lookup" if k else "OPER_SEND_BUFFER_BYTES"
                 with pytest.raises(OperError, match=words):
                     tables.apply_all([Backward((torch.ones_like(out),), looked_up[k], offsets)])
                     tables.synchronize()

@@ -192,7 +192,7 @@ def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size:
         emulation.setattr(streams.Stream, "wait_event", lambda self, event: None)
     torch.ops.oper_emulated.ignore_waits(in_csrc)
     try:
-        # Owners that read an outbox too early find other settings there.
+        # Owners that read a send buffer too early find other settings there.
         with pytest.raises((AssertionError, OperError), match=r"bits differ|different learning"):
             check(emulation, rs.dlrm_case("rowwise_adagrad"), "mixed1", size, ahead)
     finally:
@@ -203,7 +203,7 @@ def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size:
 
 _PROGRAM = """
 import os
-os.environ["OPER_OUTBOX_BYTES"] = str(1 << 20)
+os.environ["OPER_SEND_BUFFER_BYTES"] = str(1 << 20)
 import torch
 from dataclasses import replace
 from oper.plan import uniform_plan

@@ -208,7 +208,7 @@ COLUMNS = [{"name": "y", "kind": "label"}, {"name": "id{}", "kind": "sparse", "f
            {"name": "x", "kind": "dense"}]
 
 
-def test_another_recipe() -> None:
+def test_a_recipe_with_renamed_typed_and_skipped_columns() -> None:
     recipe = recipe_from_dict({"name": "own", "separator": ",", "column": COLUMNS})
     found = parse_text(b"1,7,4294967295,hello,-5\n0,,0,,8\n1,4294967296,1,,1\n0,-1,1,,1\n", recipe)
     assert found.labels.tolist() == [1, 0]

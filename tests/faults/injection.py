@@ -385,7 +385,7 @@ def inject(injection: Injection) -> Outcome:
         note, saved = Path(folder) / "note", Path(folder) / "c"
         saves = injection.phase == "checkpoint write"
         body, args = (save_twice, (str(saved),)) if saves else (train_tables, ())
-        env = {"OPER_DEADLINE_S": "120", "OPER_OUTBOX_BYTES": str(1 << 22)}
+        env = {"OPER_DEADLINE_S": "120", "OPER_SEND_BUFFER_BYTES": str(1 << 22)}
         undisturbed, held = {}, {}
         if injection.fault == "slow" and not saves:
             undisturbed = _undisturbed(body, injection)

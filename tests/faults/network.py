@@ -157,7 +157,7 @@ def inject(fault: str, rng: random.Random, library: Path) -> Outcome:
 def _start(world_size: int, seed: int, folder: str, env: dict[str, str]
            ) -> list[subprocess.Popen[str]]:
     common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OPER_DEADLINE_S": str(DEADLINE_S),
-              "OPER_OUTBOX_BYTES": str(1 << 22), "OMP_NUM_THREADS": "1",
+              "OPER_SEND_BUFFER_BYTES": str(1 << 22), "OMP_NUM_THREADS": "1",
               "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     return [subprocess.Popen(
         [sys.executable, "-m", "tests.faults.network", str(rank), str(world_size), str(seed),

@@ -82,7 +82,7 @@ class _Player:
     def attribute(self, verdict: Verdict) -> Verdict:
         return verdict
 
-    def give_up(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:
         pass
 
 

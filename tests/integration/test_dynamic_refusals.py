@@ -147,7 +147,7 @@ def _no_memory(rank: int, world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_memory_for_the_directory(world_size: int) -> None:
     """All ranks raise the error, and the module is unchanged."""
-    found = run_world(world_size, _no_memory, env={"OPER_OUTBOX_BYTES": "65536"})
+    found = run_world(world_size, _no_memory, env={"OPER_SEND_BUFFER_BYTES": "65536"})
     assert found == [3] * world_size
 
 

@@ -310,14 +310,14 @@ def test_refused_uses(tmp_path: Path) -> None:
             use()
 
 
-def _outbox(rank: int, world_size: int) -> None:
+def _send_buffer(rank: int, world_size: int) -> None:
     model = shard(bag(), oper.DynamicTable())
-    with pytest.raises(oper.OperError, match="the keys of a batch do not fit the outbox"):
+    with pytest.raises(oper.OperError, match="the keys of a batch do not fit the send buffer"):
         model(torch.arange(2 * 4096)[None]).sum().backward()
 
 
 def test_a_batch_with_too_many_keys() -> None:
-    run_world(1, _outbox, env={"OPER_OUTBOX_BYTES": "65536"})
+    run_world(1, _send_buffer, env={"OPER_SEND_BUFFER_BYTES": "65536"})
 
 
 def test_compiled_models_break_the_graph() -> None:

@@ -307,7 +307,7 @@ def test_lengths_ids_and_errors_by_feature() -> None:
         assert torch.equal(found.values(), alone[name].values())
         assert found.values().shape == (of.values().numel(), DIM)
     wrong = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths() + 1)
-    with pytest.raises(InvalidInputError, match="lengths do not fit the ids"):
+    with pytest.raises(InvalidInputError, match="lengths of a batch do not match"):
         model(wrong)
 
 

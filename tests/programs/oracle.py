@@ -157,7 +157,7 @@ class _Sides:
     def act(self, action: Action, args: dict[str, Any], report: Report) -> None:
         """Run an action on both sides and compare them."""
         got, error = _attempt(lambda: action.run(self.sharded, args))
-        lost = isinstance(error, PeerLostError) or "given up this exchange" in str(error)
+        lost = isinstance(error, PeerLostError) or "aborted this exchange" in str(error)
         codes = self.talk.exchange(2 if lost else int(error is not None))
         if self.refused_batch and 2 in codes:
             _count(report, action.name, ALONE, error)

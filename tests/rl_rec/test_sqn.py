@@ -425,6 +425,7 @@ def test_losses_have_gradients_for_their_networks_only(method: str) -> None:
 
 
 def test_target_networks_follow() -> None:
+    """Each step moves the target critics by the share `FOLLOWED` towards the trained ones."""
     log = random_steps()
     model = METHODS["td3+bc"](log)
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
             _train(tables)
             assert not torch.equal(_rows(tables), before)
         else:
-            with pytest.raises(PeerLostError, match="this rank has given up this exchange"):
+            with pytest.raises(PeerLostError, match="this rank has aborted this exchange"):
                 _train(tables)
         return str(caught.value)
 

@@ -105,7 +105,7 @@ def test_large_tables_need_no_memory(rows: int) -> None:
 
 
 def test_more_rows_than_32_bit_home_keys_are_refused() -> None:
-    # Home keys of a whole table are 32-bit numbers, not only the slots of one shard.
+    # Linear indices of a whole table are 32-bit numbers, not only the slots of one shard.
     spec = TableSpec("giant", 5 * 10**9, 4, ("f",), "sum")
     plan = TablePlan(spec, (Piece(0, 4, (Tier(0, spec.num_rows, "striped", (0, 1)),)),))
     with pytest.raises(PlanError, match="giant"):

@@ -1,4 +1,4 @@
-"""A rank that refuses its batch, or lacks memory for its outbox, releases the others.
+"""A rank that refuses its batch, or lacks memory for its send buffer, releases the others.
 
 For lost ranks see tests/faults.
 """
@@ -26,7 +26,7 @@ from oper.shmem.memory import host_heap as heap_module
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.placement.outbox import needed_bytes
+from oper.shmem.placement.send_buffer import needed_bytes
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -98,13 +98,14 @@ def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str
     return errors
 
 
-def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_send_buffer_on_one_rank_releases_the_others(monkeypatch: pytest.MonkeyPatch
+                                                            ) -> None:
     """The rank with the large batch raises an error; its peer does not wait for the deadline."""
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 16))
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(1 << 16))
     plan = uniform_plan([TableSpec("t", 10_000, 64, ("f",), "sum", optimizer="sgd")], 2)
     errors = _one_rank_refuses(plan, lambda rank: bags_of_one(
         torch.arange(5_000 if rank == 1 else 10)))
-    assert any("OPER_OUTBOX_BYTES" in str(e) for e in errors)
+    assert any("OPER_SEND_BUFFER_BYTES" in str(e) for e in errors)
     assert any(isinstance(e, PeerLostError) and e.rank == 1 for e in errors)
 
 
@@ -250,7 +251,8 @@ def test_a_refused_batch_releases_the_others_in_all_tables_of_the_model(
     assert run_ranks(2, body) == [PeerLostError, InvalidInputError]
 
 
-# ---- the outbox is sized for the tables; lack of memory is one clear error -----------------------
+# ---- the send buffer is sized for the tables; lack of memory is one clear error
+# -----------------------
 
 SMALL = TableSpec("t", 1024, 16, ("f",), "sum", optimizer="sgd")  # 64 KiB
 
@@ -267,7 +269,7 @@ def _address_space() -> int:
 
 
 def _shapes(world_size: int, count: int) -> list[TableSpec]:
-    """Tables for which no array of the outbox ends at an alignment boundary."""
+    """Tables for which no array of the send buffer ends at an alignment boundary."""
     return [TableSpec(f"t{k}", 3000 + 7 * k, 4 * (1 + k % 5) + 2 * (k % 2), (f"f{k}",), "sum",
                       optimizer="rowwise_adagrad") for k in range(count)]
 
@@ -293,7 +295,7 @@ def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
 def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPatch, world_size: int,
                                                    kind: str, count: int) -> None:
     """Batches of all rows fit the computed size, which is not rounded up in this test."""
-    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
+    monkeypatch.setattr("oper.shmem.placement.send_buffer._HUGE", 1)
     specs = _shapes(world_size, count)
     plan = (in_columns(specs, world_size, "striped") if kind == "columns"
             else uniform_plan(specs, world_size, kind))
@@ -302,7 +304,7 @@ def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPat
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.1), 1 / world_size)
         needed = needed_bytes(tables.directories)
-        assert needed == tables._layout.outbox_bytes
+        assert needed == tables._layout.send_buffer_bytes
         most = sum(t.table.num_rows * (t.table.dim + max(2, len(t.pieces))) * 4
                    for t in plan.tables)
         assert needed <= most + 4096 * (3 + count)
@@ -315,14 +317,15 @@ def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPat
     run_ranks(world_size, body)
 
 
-def test_a_smaller_outbox_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slightly smaller outbox is too small for a batch of all rows, which raises an error."""
-    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
+def test_a_smaller_send_buffer_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slightly smaller send buffer is too small for a batch of all rows, which raises an
+    error."""
+    monkeypatch.setattr("oper.shmem.placement.send_buffer._HUGE", 1)
     tables = _small()
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(tables._layout.outbox_bytes - 4096 - 256))
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(tables._layout.send_buffer_bytes - 4096 - 256))
     less = _small()
     tables.lookup(_whole_tables([SMALL], 1)).sum().backward()
-    with pytest.raises(OperError, match=r"OPER_OUTBOX_BYTES=.*raise OPER_OUTBOX_BYTES"):
+    with pytest.raises(OperError, match=r"OPER_SEND_BUFFER_BYTES=.*raise OPER_SEND_BUFFER_BYTES"):
         less.lookup(_whole_tables([SMALL], 1)).sum().backward()
     assert (less.read("t") == 0).all() and (tables.read("t") == -1).all()
 
@@ -331,13 +334,13 @@ def test_a_small_table_reserves_little() -> None:
     before = _address_space()
     tables = _small()
     assert _address_space() - before < 16 << 20
-    assert tables._layout.outbox_bytes == 2 << 20
+    assert tables._layout.send_buffer_bytes == 2 << 20
 
 
 def test_a_single_rank_sends_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
+    monkeypatch.setattr("oper.shmem.placement.send_buffer._HUGE", 1)
     tables = _small(Tier(0, 1024, "owned", (0,), mode="push"))
-    assert tables._layout.outbox_bytes < 256 << 10
+    assert tables._layout.send_buffer_bytes < 256 << 10
     tables.lookup(_whole_tables([SMALL], 300)).sum().backward()
     assert (tables.read("t") == -300).all()
 
@@ -345,15 +348,15 @@ def test_a_single_rank_sends_no_requests(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pushed_tier_reserves_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """For pushed tiers the setting decides, since requests grow with the batch."""
     tiers = (Tier(0, 10, "owned", (0,)), Tier(10, 1024, "owned", (0,), mode="push"))
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(64 << 20))
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(64 << 20))
     tables = _small(*tiers)
     assert needed_bytes(tables.directories) is None
-    assert tables._layout.outbox_bytes == 64 << 20
+    assert tables._layout.send_buffer_bytes == 64 << 20
     tables.lookup(_whole_tables([SMALL], 300)).sum().backward()
     assert (tables.read("t") == -300).all()
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(1 << 20))
     small = _small(*tiers)
-    with pytest.raises(OperError, match="OPER_OUTBOX_BYTES=1048576"):
+    with pytest.raises(OperError, match="OPER_SEND_BUFFER_BYTES=1048576"):
         small.lookup(_whole_tables([SMALL], 300)).sum().backward()
 
 
@@ -361,11 +364,11 @@ def test_a_pushed_tier_reserves_the_setting(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victim: int | None,
-                   outbox: str) -> list[str]:
+                   send_buffer: str) -> list[str]:
     """Shard and train with `room` more bytes of address space, on rank `victim` or all ranks;
     returns the error, if any."""
-    if outbox:
-        os.environ["OPER_OUTBOX_BYTES"] = outbox
+    if send_buffer:
+        os.environ["OPER_SEND_BUFFER_BYTES"] = send_buffer
     plan = uniform_plan([spec], world_size)
     group: Group = ProcessGroup() if world_size > 1 else SingleGroup()
     warm = ShardedTables(uniform_plan([SMALL], world_size), [("f", "t")], group, SGD(lr=1.0))
@@ -381,13 +384,14 @@ def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victi
     return errors
 
 
-_NAMED = ("RLIMIT_AS=", "`ulimit -v`", "OPER_OUTBOX_BYTES", "bytes=")
+_NAMED = ("RLIMIT_AS=", "`ulimit -v`", "OPER_SEND_BUFFER_BYTES", "bytes=")
 
 
 @pytest.mark.parametrize("victim", [None, 1])
 def test_too_little_address_space_is_reported_on_all_ranks(victim: int | None) -> None:
     """The rank with the limit reports it; other ranks name that rank, and no rank waits."""
-    large = TableSpec("t", 1 << 22, 16, ("f",), "sum", optimizer="sgd")  # 256 MiB, and its outbox
+    # 256 MiB, and its send buffer
+    large = TableSpec("t", 1 << 22, 16, ("f",), "sum", optimizer="sgd")
     found = run_world(2, _under_a_limit, 200 << 20, large, victim, "")
     for rank, (text,) in enumerate(found):
         assert text.startswith("OperError: ") and all(word in text for word in _NAMED), text

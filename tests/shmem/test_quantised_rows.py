@@ -133,7 +133,7 @@ def test_tables_and_values_that_cannot_be_quantised_are_refused() -> None:
                 quantise(values, "int8")
     spec = TableSpec("t", 4, 8, ("f",), "sum", "int8", "none")
     halves = tuple(Piece(a, a + 4, (Tier(0, 4, "owned", (0,)),)) for a in (0, 4))
-    with pytest.raises(PlanError, match="whole rows"):
+    with pytest.raises(PlanError, match="one piece with all columns"):
         ShardedTables(Plan(1, (TablePlan(spec, halves),)), [("f", "t")], SingleGroup(), None)
     tables = our_tables("int8", 4, 8)
     with pytest.raises(InvalidInputError, match="cannot store rows"):

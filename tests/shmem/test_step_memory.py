@@ -17,7 +17,7 @@ from tests.world_support import run_world
 
 SPECS = tuple(TableSpec(f"t{k}", rows, 64, (f"f{k}",), "sum", optimizer="rowwise_adagrad")
               for k, rows in enumerate((300, 40_000, 60_000)))
-BATCH, POOLING = 4096, 4  # outputs of 3 MiB, outboxes of as much
+BATCH, POOLING = 4096, 4  # outputs of 3 MiB, send buffers of as much
 STEPS, WINDOWS = 10, 3
 
 
@@ -76,7 +76,7 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
 @pytest.mark.parametrize("labels, mixed, ahead", [
     ("aa", False, False), ("aa", True, True), ("ab", True, False)])
 def test_a_step_allocates_no_new_memory(labels: str, mixed: bool, ahead: bool) -> None:
-    environment = {"OPER_OUTBOX_BYTES": "64e6", "OMP_NUM_THREADS": "1"}
+    environment = {"OPER_SEND_BUFFER_BYTES": "64e6", "OMP_NUM_THREADS": "1"}
     for found in run_world(2, _growth, mixed, ahead, env=environment, labels=labels):
         assert found["resident"] < 1 << 18, found
         assert found["mappings"] <= 0, found

@@ -30,7 +30,8 @@ def _spec(optimizer: str, name: str = "t") -> TableSpec:
 
 
 def _pushed(spec: TableSpec) -> Plan:
-    """A plan for a single rank with half of the rows pushed, so that lookups use the outbox."""
+    """A plan for a single rank with half of the rows pushed, so that lookups use the send
+    buffer."""
     pieces = tuple(Piece(a, b, (Tier(0, ROWS // 2, "owned", (0,)),
                                 Tier(ROWS // 2, ROWS, "owned", (0,), mode="push")))
                    for a, b in ((0, 4), (4, 8)))

@@ -113,7 +113,7 @@ namespace {
 // `pads`, `arena`, `arena_bytes`: see Shared. `domain`: the ranks whose memory this one can
 // address. `like`: an empty tensor on the tables' device.
 int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
-                              int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
+                              int64_t send_buffer_bytes, std::vector<Tensor> heads, Tensor pads,
                               int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
                               std::vector<int64_t> domain, Tensor like) {
   auto made = std::make_shared<Tables>();
@@ -127,7 +127,7 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
 #endif
   const OnDevice on(*made);
   made->context =
-      std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
+      std::make_unique<Context>(description_of(rank, world_size, arrays, send_buffer_bytes, heads),
                                 Shared{int64_data(pads), arena, arena_bytes, local}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
@@ -231,8 +231,8 @@ Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarTyp
 }
 
 // Arrays of the current step, for the counters of Python: keys of its batch plan's pairs (int64, or
-// uint32 stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64
-// [W * (T + 1)], and Inbox::rows.
+// uint32 stored as int32), run_begin and num_runs; in an update also ReceiveLists::list_begin,
+// int64 [W * (T + 1)], and ReceiveLists::rows.
 std::vector<Tensor> device_arrays(int64_t handle) {
   const auto tables = tables_of(handle);
   STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");
@@ -243,10 +243,10 @@ std::vector<Tensor> device_arrays(int64_t handle) {
       own_view(*tables, plan.keys.data, pairs, plan.keys.wide ? ScalarType::Long : ScalarType::Int),
       own_view(*tables, plan.run_begin, pairs + 1, ScalarType::Int),
       own_view(*tables, plan.num_runs, 1, ScalarType::Long)};
-  if (call.inbox) {
+  if (call.lists) {
     const int64_t W = call.context.view.world_size, T = call.context.view.num_tables;
-    found.push_back(own_view(*tables, call.inbox->list_begin, W * (T + 1), ScalarType::Long));
-    found.push_back(own_view(*tables, call.inbox->rows, W * call.inbox->capacity, ScalarType::Int));
+    found.push_back(own_view(*tables, call.lists->list_begin, W * (T + 1), ScalarType::Long));
+    found.push_back(own_view(*tables, call.lists->rows, W * call.lists->capacity, ScalarType::Int));
   }
   return found;
 }
@@ -300,7 +300,7 @@ void device_barrier(int64_t handle) {
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(
       device_context_create,
-      "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
+      "(int rank, int world_size, Tensor[] arrays, int send_buffer_bytes, Tensor[] heads, "
       "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
       "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");

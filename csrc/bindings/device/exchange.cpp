@@ -129,21 +129,21 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
 }
 
 // Writes the headers by which kernels find the received gradients: for each remote rank, those of
-// its outbox, as if it had gradients for this rank only.
-void mirror_outboxes(const Tables& tables, const Tensor& places) {
+// its send buffer, as if it had gradients for this rank only.
+void fill_shadow_headers(const Tables& tables, const Tensor& places) {
   const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
-  const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
-  std::vector<char> mirrors(messages.remote.size() * static_cast<size_t>(bytes));
+  const int64_t T = view.num_tables, W = view.world_size, bytes = send_buffer_header_bytes(T, W);
+  std::vector<char> shadow_headers(messages.remote.size() * static_cast<size_t>(bytes));
   for (size_t k = 0; k < messages.remote.size(); ++k) {
     const int32_t r = messages.remote[k];
     const int64_t first = static_cast<int64_t>(k) * bytes;
-    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors) + first;
+    const int64_t base = reinterpret_cast<int64_t>(tables.context->shadow_headers) + first;
     const int64_t rows = at(places, 1, r, 0);
-    char* const box = mirrors.data() + first;
-    uint32_t* const segments = reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
+    char* const buffer = shadow_headers.data() + first;
+    uint32_t* const segments = reinterpret_cast<uint32_t*>(buffer + sizeof(SendBufferHeader));
     int64_t* const offsets =
-        reinterpret_cast<int64_t*>(box + sizeof(OutboxHeader) + segment_bytes(T, W));
+        reinterpret_cast<int64_t*>(buffer + sizeof(SendBufferHeader) + segment_bytes(T, W));
     uint32_t runs = 0;
     for (int64_t t = 0; t < T; ++t) {
       const uint32_t n = messages.counts_from(r, t)[0];
@@ -154,11 +154,11 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
     }
     segments[T * W] = runs;
     // The settings have been compared when headers were exchanged.
-    *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs,
-                                             int64_t{messages.settings}};
+    *reinterpret_cast<SendBufferHeader*>(buffer) = {at(places, 0, r, 0) - base, rows - base, runs,
+                                                    int64_t{messages.settings}};
   }
-  copy_to_device(tables.context->mirrors, mirrors, stream_of(*tables.like),
-                 "cannot copy the headers of outboxes");
+  copy_to_device(tables.context->shadow_headers, shadow_headers, stream_of(*tables.like),
+                 "cannot copy the headers of send buffers");
 }
 
 // Writes where `refresh` finds the received master copies.
@@ -185,11 +185,11 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const Messages& messages = messages_of(*tables);
   const Messages::List& list = messages.last();
   const bool are_gradients = messages.phase() == CollectivePhase::kGradients;
-  const auto is_outbox_slots = [&](const Messages::Part& x) {
+  const auto is_send_buffer_slots = [&](const Messages::Part& x) {
     return are_gradients && x.index == 0;
   };
   int64_t num_slots = 0;
-  for (const Messages::Part& x : list.parts) num_slots += is_outbox_slots(x) ? x.in : 0;
+  for (const Messages::Part& x : list.parts) num_slots += is_send_buffer_slots(x) ? x.in : 0;
   const Tensor memory = tables->empty(list.expanded + 4 * num_slots, ScalarType::Byte);
   const int64_t begin = reinterpret_cast<int64_t>(memory.data_ptr());
   int64_t slots = begin + list.expanded;
@@ -199,7 +199,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
     const int64_t wire = raw + x.in_at;
     if (x.in > 0 || x.index < targets.size(0)) {
       int64_t& place = at(targets, x);
-      if (place == 0 && is_outbox_slots(x)) {
+      if (place == 0 && is_send_buffer_slots(x)) {
         place = slots;
         slots += 4 * x.in;
       } else if (place == 0) {
@@ -210,7 +210,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
     }
   }
   table.move(*tables, false);
-  if (are_gradients) mirror_outboxes(*tables, targets);
+  if (are_gradients) fill_shadow_headers(*tables, targets);
   if (messages.phase() == CollectivePhase::kRefreshes) place_masters(*tables, targets);
   return memory;
 }

@@ -29,8 +29,9 @@ void leave_keys(const Call& call, const KeyUpdate& update) {
 void update_keys(const Call& call, const KeyUpdate& update) {
   const Range range("oper keys");
   const KeyView& keys = update.keys->view;
-  const Tensor memory = call.tables.empty(lay_out_key_inbox(keys, nullptr).bytes, ScalarType::Byte);
-  update_keys(call.launch(), keys, lay_out_key_inbox(keys, memory.data_ptr()),
+  const Tensor memory =
+      call.tables.empty(lay_out_received_keys(keys, nullptr).bytes, ScalarType::Byte);
+  update_keys(call.launch(), keys, lay_out_received_keys(keys, memory.data_ptr()),
               call.context.updates_at_once ? call.work.plan.refused : nullptr);
 }
 

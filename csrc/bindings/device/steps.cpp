@@ -62,7 +62,7 @@ void stop_at_errors(const Tables& tables, bool collective = false) {
   if (code != 0 && !tables.tells && !waits) throw Status{code, 0};
 }
 
-// ---- preparation ---------------------------------------------------------------------------------
+// ---- preparation --------------------------------------------------------------------------------
 
 // Whether rows of peers are to be staged; reads host memory only.
 bool pays_to_stage(const Tables& tables) {
@@ -181,7 +181,7 @@ class UnderWay {
   Tables& tables_;
 };
 
-// ---- forward -------------------------------------------------------------------------------------
+// ---- forward ------------------------------------------------------------------------------------
 
 // Bytes of staging memory for the rows of peers: a quarter more than the last batch needed.
 int64_t local_bytes(const Call& call) {
@@ -390,7 +390,7 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   }
 }
 
-// ---- backward ------------------------------------------------------------------------------------
+// ---- backward -----------------------------------------------------------------------------------
 
 // Copies the optimizers' arguments to the device if they have changed.
 void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t stream) {
@@ -423,47 +423,48 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   });
 }
 
-Inbox inbox_of(Tables& tables, cudaStream_t stream) {
+ReceiveLists receive_lists_of(Tables& tables, cudaStream_t stream) {
   const Context& context = *tables.context;
-  const bool is_new = !tables.inbox;
-  if (is_new) tables.inbox = tables.empty(lay_out_inbox(context, nullptr).bytes, ScalarType::Byte);
-  const Inbox inbox = lay_out_inbox(context, tables.inbox->data_ptr());
+  const bool is_new = !tables.lists;
   if (is_new)
-    check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
+    tables.lists = tables.empty(lay_out_receive_lists(context, nullptr).bytes, ScalarType::Byte);
+  const ReceiveLists lists = lay_out_receive_lists(context, tables.lists->data_ptr());
+  if (is_new)
+    check(cudaMemsetAsync(lists.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
           "cannot clear device memory");
-  return inbox;
+  return lists;
 }
 
 // Exchanges gradients; updates rows, replicas and directories of keys.
 void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
-  call.inbox = inbox_of(tables, call.stream);
-  const Inbox& inbox = *call.inbox;
-  // Later steps reuse the inbox only if this one succeeds, since a failed step leaves chains in it.
-  std::optional<Tensor> memory = std::move(tables.inbox);
-  tables.inbox = std::nullopt;
+  call.lists = receive_lists_of(tables, call.stream);
+  const ReceiveLists& lists = *call.lists;
+  // Later steps reuse the lists only if this one succeeds, since a failed step leaves chains in it.
+  std::optional<Tensor> memory = std::move(tables.lists);
+  tables.lists = std::nullopt;
   at(tables, Point::kGradients);
   barrier(call);
   if (keys) update_keys(call, *keys);
-  collect(call.launch(), inbox);
+  collect(call.launch(), lists);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
-    merge_squares(call.launch(), inbox, scale, static_cast<int32_t>(round));
+    merge_squares(call.launch(), lists, scale, static_cast<int32_t>(round));
     barrier(call);
     // In a single domain, kernels add up the sums of all ranks where they need a row's total.
     if (call.context.view.local == nullptr) continue;
     at(tables, Point::kSquares, round);
     barrier(call);
   }
-  merge_and_update(call.launch(), inbox, scale);
-  if (call.context.view.changed != nullptr) mark_merged(call.launch(), inbox);
+  merge_and_update(call.launch(), lists, scale);
+  if (call.context.view.changed != nullptr) mark_merged(call.launch(), lists);
   barrier(call);
   at(tables, Point::kUpdated);
   refresh(call.launch());
   if (keys) begin_rows(call.launch(), keys->keys->view);
   if (tables.shares || keys) barrier(call);
-  tables.inbox = std::move(memory);
+  tables.lists = std::move(memory);
 }
 
 std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor> grads, Tensor ids,

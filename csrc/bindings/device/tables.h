@@ -39,7 +39,7 @@ enum class Point : int64_t {
   kWeightRows,  // before rows are read for the gradient of weights
   kRequests,    // push: this rank's request has been written
   kPartials,    // push: the partial sums for all readers have been written
-  kGradients,   // this rank's outbox has been written
+  kGradients,   // this rank's send buffer has been written
   kCollected,   // the gradients of all ranks have been listed; on a single rank, before the update
   kSquares,     // sums of squares have been written by all ranks of this domain
   kUpdated      // rows have been updated on all ranks
@@ -124,7 +124,7 @@ struct Tables {
   int64_t num_forward = 0;            // forward passes
   std::vector<double> staged;         // the optimizers' arguments that are on the device
   bool all_row_wise_adagrad = false;  // see Launch
-  std::optional<Tensor> inbox;        // memory of the Inbox
+  std::optional<Tensor> lists;        // memory of the ReceiveLists
   std::shared_ptr<Prepared> kept;     // of the last collective forward pass, for its backward pass
   std::optional<KeyUpdate> key_update;
   // State of the current step.
@@ -153,7 +153,7 @@ struct Call {
   Batch batch;
   Workspace work;
   cudaStream_t stream;
-  std::optional<Inbox> inbox = std::nullopt;  // within an update
+  std::optional<ReceiveLists> lists = std::nullopt;  // within an update
 
   Launch launch() const {
     return {context.view,

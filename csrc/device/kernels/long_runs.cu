@@ -4,11 +4,12 @@
 namespace oper::device {
 namespace {
 
-// Loads the table's row of a run and the data that its update needs, unless sums go to the outbox.
+// Loads the table's row of a run and the data that its update needs, unless sums go to the send
+// buffer.
 template <class Shape, To kTo>
 OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& table, int32_t t,
                               int lane, Row<Shape>& row) {
-  if constexpr (kTo == To::kOutbox) return {};
+  if constexpr (kTo == To::kSendBuffer) return {};
   using T = typename Shape::T;
   const int64_t slot = key - table.key_begin;
   row.load(reinterpret_cast<const T*>(table.rows) + slot * table.dim, table.dim, lane,
@@ -24,12 +25,12 @@ constexpr int kChunkBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
 // Sums chunks, and finishes runs of a single chunk.
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
-  constexpr bool kUpdate = kTo != To::kOutbox;
+  constexpr bool kUpdate = kTo != To::kSendBuffer;
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
   const Group<Shape::G> group(kTo != To::kOptimizer);
-  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
-  const Reducer<Shape, To::kOutbox> sums(a, group, nullptr);
+  if (kUpdate ? *a.plan.refused != 0 : send_buffer_is_closed(a.view)) return;
+  const Reducer<Shape, To::kSendBuffer> sums(a, group, nullptr);
   const int64_t W = a.view.world_size;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
@@ -69,12 +70,12 @@ constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Sh
 // Adds the sums of the chunks of runs that have several, and finishes these runs.
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_cut_runs(const ReduceArgs a) {
-  constexpr bool kUpdate = kTo != To::kOutbox;
+  constexpr bool kUpdate = kTo != To::kSendBuffer;
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
-  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
+  if (kUpdate ? *a.plan.refused != 0 : send_buffer_is_closed(a.view)) return;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
   const int64_t count = a.long_runs.counts[1];

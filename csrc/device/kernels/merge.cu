@@ -1,8 +1,9 @@
 // At the owner: sums the gradients that all ranks have for its rows, in rank order, and applies the
 // optimizer once per row.
 //
-// The entries of all ranks' outboxes are linked into one list (chain) per row, see Inbox. The group
-// with the first entry of a chain sums the gradients of all its entries, and updates the row.
+// The entries of all ranks' send buffers are linked into one list (chain) per row, see
+// ReceiveLists. The group with the first entry of a chain sums the gradients of all its entries,
+// and updates the row.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 
@@ -11,7 +12,7 @@ namespace {
 
 struct MergeArgs {
   View view;
-  Inbox inbox;
+  ReceiveLists lists;
   float gradient_scale;
   const UpdateArgs* optimizers;
   int32_t table_begin, table_end;
@@ -19,10 +20,10 @@ struct MergeArgs {
 
 // One block per source rank writes list_begin: prefix sums over the tables of the rows for which
 // the rank has gradients.
-__global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
+__global__ void __launch_bounds__(256) list_begin_kernel(View view, ReceiveLists lists) {
   const int64_t W = view.world_size, T = view.num_tables;
-  int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
-  const uint32_t* segments = outbox_segments(view.outboxes[blockIdx.x]);
+  int64_t* begin = lists.list_begin + blockIdx.x * (T + 1);
+  const uint32_t* segments = send_buffer_segments(view.send_buffers[blockIdx.x]);
   const bool skips = is_refused(view);
   block_sums(
       T,
@@ -33,48 +34,48 @@ __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox)
       [&](int64_t t, int64_t before) { begin[t] = before; });
   const int64_t count = begin[T];
   __syncthreads();
-  if (count <= inbox.capacity) return;
+  if (count <= lists.capacity) return;
   if (threadIdx.x == 0) report(view.error, 3, static_cast<int>(blockIdx.x), count);
   for (int64_t t = threadIdx.x; t <= T; t += 256) begin[t] = 0;
 }
 
-__global__ void __launch_bounds__(256) chain_kernel(View view, Inbox inbox) {
+__global__ void __launch_bounds__(256) chain_kernel(View view, ReceiveLists lists) {
   const int64_t W = view.world_size, T = view.num_tables;
   for (int64_t k = 0; k < W; ++k) {
     const int64_t source = (view.rank + k) % W;  // so that no peer serves all ranks at once
-    const int64_t* begin = inbox.list_begin + source * (T + 1);
-    char* box = view.outboxes[source];
-    const uint32_t* segments = outbox_segments(box);
+    const int64_t* begin = lists.list_begin + source * (T + 1);
+    char* buffer = view.send_buffers[source];
+    const uint32_t* segments = send_buffer_segments(buffer);
     const uint32_t* slots = reinterpret_cast<const uint32_t*>(
-        box + reinterpret_cast<const OutboxHeader*>(box)->slots_offset);
+        buffer + reinterpret_cast<const SendBufferHeader*>(buffer)->slots_offset);
     for (int64_t i = thread_index(); i < begin[T]; i += num_threads()) {
       const int64_t t = last_at_most(begin, T, i);
       const uint32_t slot = slots[segments[t * W + view.rank] + (i - begin[t])];
       const uint32_t row = static_cast<uint32_t>(view.own_begin[t] + slot);
-      const uint32_t entry = static_cast<uint32_t>(source * inbox.capacity + i);
-      inbox.rows[entry] = row;
-      inbox.next[entry] = atomicExch(inbox.heads + row, entry);
+      const uint32_t entry = static_cast<uint32_t>(source * lists.capacity + i);
+      lists.rows[entry] = row;
+      lists.next[entry] = atomicExch(lists.heads + row, entry);
     }
   }
 }
 
-// The gradient of an entry, in its rank's outbox.
+// The gradient of an entry, in its rank's send buffer.
 OPER_DEVICE const float* entry_row(const MergeArgs& a, int64_t t, uint32_t entry) {
   const int64_t W = a.view.world_size, T = a.view.num_tables;
-  const int64_t source = entry / a.inbox.capacity, i = entry % a.inbox.capacity;
-  char* box = a.view.outboxes[source];
-  const uint32_t* segments = outbox_segments(box);
+  const int64_t source = entry / a.lists.capacity, i = entry % a.lists.capacity;
+  char* buffer = a.view.send_buffers[source];
+  const uint32_t* segments = send_buffer_segments(buffer);
   const int64_t in_table = static_cast<int64_t>(segments[t * W + a.view.rank]) - segments[t * W] +
-                           (i - a.inbox.list_begin[source * (T + 1) + t]);
+                           (i - a.lists.list_begin[source * (T + 1) + t]);
   return reinterpret_cast<const float*>(
-             box + reinterpret_cast<const OutboxHeader*>(box)->rows_offset) +
-         outbox_offsets(box, a.view)[t] + in_table * a.view.tables[t].dim;
+             buffer + reinterpret_cast<const SendBufferHeader*>(buffer)->rows_offset) +
+         send_buffer_offsets(buffer, a.view)[t] + in_table * a.view.tables[t].dim;
 }
 
 // The lowest entry of a chain that is at least `least`. Entries of higher ranks are higher.
-OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t least) {
+OPER_DEVICE uint32_t next_in_order(const ReceiveLists& lists, uint32_t head, uint32_t least) {
   uint32_t found = kNoEntry;
-  for (uint32_t e = head; e != kNoEntry; e = inbox.next[e])
+  for (uint32_t e = head; e != kNoEntry; e = lists.next[e])
     if (e >= least && e < found) found = e;
   return found;
 }
@@ -87,26 +88,26 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
                                  Body body) {
   const int64_t T = a.view.num_tables;
   for (int32_t source = 0; source < a.view.world_size; ++source) {
-    const int64_t* begin = a.inbox.list_begin + source * (T + 1);
+    const int64_t* begin = a.lists.list_begin + source * (T + 1);
     const int64_t last = begin[a.table_end];
     for (int64_t i = begin[a.table_begin] + group.index(); i < last; i += group.count()) {
-      const uint32_t head = static_cast<uint32_t>(source * a.inbox.capacity + i);
-      const uint32_t row = a.inbox.rows[head];
+      const uint32_t head = static_cast<uint32_t>(source * a.lists.capacity + i);
+      const uint32_t row = a.lists.rows[head];
       // Read by one lane only, since lanes could read different values while another group clears
       // it.
-      const uint32_t leads = group.lane == 0 ? a.inbox.heads[row] == head : 0;
+      const uint32_t leads = group.lane == 0 ? a.lists.heads[row] == head : 0;
       if (!group.shuffle(leads, 0)) continue;
       const int32_t t = static_cast<int32_t>(last_at_most(begin, T, i));
       const int dim = a.view.tables[t].dim;
-      uint32_t entry = next_in_order(a.inbox, head, 0);
+      uint32_t entry = next_in_order(a.lists, head, 0);
       Row<Shape> sum, more;
       sum.load(entry_row(a, t, entry), dim, group.lane, Shape::E > 1);
-      while ((entry = next_in_order(a.inbox, head, entry + 1)) != kNoEntry) {
+      while ((entry = next_in_order(a.lists, head, entry + 1)) != kNoEntry) {
         more.load(entry_row(a, t, entry), dim, group.lane, Shape::E > 1);
         sum.add(more);
       }
       if (a.gradient_scale != 1.0f) sum.scale(a.gradient_scale);
-      if (is_last && group.lane == 0) a.inbox.heads[row] = kNoEntry;
+      if (is_last && group.lane == 0) a.lists.heads[row] = kNoEntry;
       body(t, row - a.view.own_begin[t], sum);
     }
   }
@@ -225,14 +226,14 @@ OPER_DEVICE void mark_updated(const View& view, const UpdateArgs* optimizers, in
 }
 
 __global__ void __launch_bounds__(256)
-    mark_merged_kernel(View view, Inbox inbox, const UpdateArgs* optimizers) {
+    mark_merged_kernel(View view, ReceiveLists lists, const UpdateArgs* optimizers) {
   const int64_t T = view.num_tables;
   for (int64_t source = 0; source < view.world_size; ++source) {
-    const int64_t* begin = inbox.list_begin + source * (T + 1);
+    const int64_t* begin = lists.list_begin + source * (T + 1);
     for (int64_t i = thread_index(); i < begin[T]; i += num_threads()) {
       const int64_t t = last_at_most(begin, T, i);
       mark_updated(view, optimizers, t,
-                   inbox.rows[source * inbox.capacity + i] - view.own_begin[t]);
+                   lists.rows[source * lists.capacity + i] - view.own_begin[t]);
     }
   }
 }
@@ -249,39 +250,40 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Body>
-void for_classes(const Launch& on, const Inbox& inbox, float gradient_scale, bool only_pieces,
-                 Body body) {
+void for_classes(const Launch& on, const ReceiveLists& lists, float gradient_scale,
+                 bool only_pieces, Body body) {
   for (const RowClass& row_class : on.classes) {
     if (only_pieces && !row_class.has_pieces) continue;
-    const MergeArgs args{on.view,       inbox, gradient_scale, on.optimizers, row_class.table_begin,
-                         row_class.table_end};
-    const int blocks = blocks_for(inbox.capacity, 256 / row_class.group_lanes());
+    const MergeArgs args{
+        on.view, lists, gradient_scale, on.optimizers, row_class.table_begin, row_class.table_end};
+    const int blocks = blocks_for(lists.capacity, 256 / row_class.group_lanes());
     with_shape(row_class, [&](auto shape) { body(shape, blocks, args); });
   }
 }
 
 }  // namespace
 
-void collect(const Launch& on, const Inbox& inbox) {
-  OPER_LAUNCH(list_begin_kernel, on.view.world_size, 256, on.stream, on.view, inbox);
-  OPER_LAUNCH(chain_kernel, blocks_for(inbox.capacity, 256), 256, on.stream, on.view, inbox);
+void collect(const Launch& on, const ReceiveLists& lists) {
+  OPER_LAUNCH(list_begin_kernel, on.view.world_size, 256, on.stream, on.view, lists);
+  OPER_LAUNCH(chain_kernel, blocks_for(lists.capacity, 256), 256, on.stream, on.view, lists);
 }
 
-void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round) {
-  for_classes(on, inbox, gradient_scale, true, [&](auto shape, int blocks, const MergeArgs& args) {
+void merge_squares(const Launch& on, const ReceiveLists& lists, float gradient_scale,
+                   int32_t round) {
+  for_classes(on, lists, gradient_scale, true, [&](auto shape, int blocks, const MergeArgs& args) {
     OPER_LAUNCH(squares_kernel<decltype(shape)>, blocks, 256, on.stream, args, round);
   });
 }
 
-void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale) {
+void merge_and_update(const Launch& on, const ReceiveLists& lists, float gradient_scale) {
   OPER_LAUNCH(clear_touched_kernel, (on.view.num_tables + 255) / 256, 256, on.stream, on.view);
-  for_classes(on, inbox, gradient_scale, false, [&](auto shape, int blocks, const MergeArgs& args) {
+  for_classes(on, lists, gradient_scale, false, [&](auto shape, int blocks, const MergeArgs& args) {
     OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, on.stream, args);
   });
 }
 
-void mark_merged(const Launch& on, const Inbox& inbox) {
-  OPER_LAUNCH(mark_merged_kernel, blocks_for(inbox.capacity, 256), 256, on.stream, on.view, inbox,
+void mark_merged(const Launch& on, const ReceiveLists& lists) {
+  OPER_LAUNCH(mark_merged_kernel, blocks_for(lists.capacity, 256), 256, on.stream, on.view, lists,
               on.optimizers);
 }
 

@@ -18,10 +18,11 @@ OPER_DEVICE const uint32_t* request_segments(const char* request) {
   return reinterpret_cast<const uint32_t*>(request + sizeof(RequestHeader));
 }
 OPER_DEVICE int64_t* request_offsets(char* request, const View& view) {
-  return reinterpret_cast<int64_t*>(request + sizeof(RequestHeader) + outbox_segment_bytes(view));
+  return reinterpret_cast<int64_t*>(request + sizeof(RequestHeader) +
+                                    send_buffer_segment_bytes(view));
 }
 OPER_DEVICE int64_t request_header_bytes(const View& view) {
-  return static_cast<int64_t>(sizeof(RequestHeader)) + outbox_segment_bytes(view) +
+  return static_cast<int64_t>(sizeof(RequestHeader)) + send_buffer_segment_bytes(view) +
          8 * static_cast<int64_t>(view.num_tables) * view.world_size;
 }
 

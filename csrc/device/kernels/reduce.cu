@@ -61,7 +61,7 @@ constexpr int kReduceBlocks =
 
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {
-  constexpr bool kUpdate = kTo != To::kOutbox;
+  constexpr bool kUpdate = kTo != To::kSendBuffer;
   using Sums = Reducer<Shape, kTo>;
   static_assert(Sums::kBytes + kBufferBytes<Shape, kUpdate> <= kMostSharedBytes);
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   const Group<Shape::G> group(kTo != To::kOptimizer);
   const Group<32> warp;
   const int64_t W = a.view.world_size;
-  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
+  if (kUpdate ? *a.plan.refused != 0 : send_buffer_is_closed(a.view)) return;
   Sums sums(a, group, rings);
   const int64_t last = a.plan.segments[a.table_end * W];
   const int64_t step = a.runs_per_warp;
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   }
 }
 
-// One block writes the header of this rank's outbox. The outbox is closed (num_runs = -1) if the
-// batch is refused, if its gradients do not fit, or if a peer is lost. `has_bags`: false for the
-// empty batch that stands for one that Python has refused.
+// One block writes the header of this rank's send buffer. The send buffer is closed (num_runs = -1)
+// if the batch is refused, if its gradients do not fit, or if a peer is lost. `has_bags`: false for
+// the empty batch that stands for one that Python has refused.
 __global__ void __launch_bounds__(256)
-    open_outbox_kernel(View view, BatchPlan plan, bool has_bags) {
+    open_send_buffer_kernel(View view, BatchPlan plan, bool has_bags) {
   const int64_t W = view.world_size, T = view.num_tables;
-  char* box = view.outboxes[view.rank];
-  int64_t* offsets = outbox_offsets(box, view);
+  char* buffer = view.send_buffers[view.rank];
+  int64_t* offsets = send_buffer_offsets(buffer, view);
   const auto floats_of = [&](int64_t t) {
     const int64_t rows = static_cast<int64_t>(plan.segments[(t + 1) * W]) - plan.segments[t * W];
     return (rows * view.tables[t].dim + 3) / 4 * 4;
@@ -118,28 +118,28 @@ __global__ void __launch_bounds__(256)
       offsets[t] = floats;
       return;
     }
-    OutboxHeader* header = reinterpret_cast<OutboxHeader*>(box);
+    SendBufferHeader* header = reinterpret_cast<SendBufferHeader*>(buffer);
     header->num_runs = plan.segments[T * W];
-    header->slots_offset = outbox_header_bytes(view);
+    header->slots_offset = send_buffer_header_bytes(view);
     header->rows_offset = (header->slots_offset + header->num_runs * 4 + 15) / 16 * 16;
     header->settings = *view.settings;
-    const bool fits = header->rows_offset + floats * 4 <= view.outbox_bytes;
+    const bool fits = header->rows_offset + floats * 4 <= view.send_buffer_bytes;
     if (!fits) report(view.error, 3, view.rank, header->rows_offset + floats * 4);
     if (*plan.refused && has_bags) report(view.error, 16, view.rank, 0);
     if (!fits || *plan.refused || *view.error.claimed == kLost) header->num_runs = -1;
   });
 }
 
-__global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan plan) {
+__global__ void __launch_bounds__(256) fill_send_buffer_kernel(View view, BatchPlan plan) {
   const int64_t W = view.world_size, T = view.num_tables;
-  char* box = view.outboxes[view.rank];
-  const OutboxHeader* header = reinterpret_cast<const OutboxHeader*>(box);
-  uint32_t* segments = outbox_segments(box);
-  const bool is_closed = outbox_is_closed(view);
+  char* buffer = view.send_buffers[view.rank];
+  const SendBufferHeader* header = reinterpret_cast<const SendBufferHeader*>(buffer);
+  uint32_t* segments = send_buffer_segments(buffer);
+  const bool is_closed = send_buffer_is_closed(view);
   const int64_t thread = thread_index(), step = num_threads();
   for (int64_t k = thread; k <= T * W; k += step) segments[k] = is_closed ? 0 : plan.segments[k];
   if (is_closed) return;
-  uint32_t* slots = reinterpret_cast<uint32_t*>(box + header->slots_offset);
+  uint32_t* slots = reinterpret_cast<uint32_t*>(buffer + header->slots_offset);
   for (int64_t run = thread; run < header->num_runs; run += step) {
     const int64_t key = plan.keys.at(plan.run_begin[run]);
     const Table& table = view.tables[last_at_most(view.table_keys, T, key)];
@@ -160,8 +160,8 @@ int32_t runs_per_warp(const Batch& batch) {
 void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
             const LongRuns& long_runs, bool update_at_once) {
   if (!update_at_once) {
-    OPER_LAUNCH(open_outbox_kernel, 1, 256, on.stream, on.view, plan, batch.batch_size > 0);
-    OPER_LAUNCH(fill_outbox_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view,
+    OPER_LAUNCH(open_send_buffer_kernel, 1, 256, on.stream, on.view, plan, batch.batch_size > 0);
+    OPER_LAUNCH(fill_send_buffer_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view,
                 plan);
   }
   const ReduceArgs args{on.view,

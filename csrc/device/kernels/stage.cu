@@ -1,9 +1,9 @@
 // De-duplicated pull: every row of a peer that a batch reads crosses the link once.
 //
-// The runs of the batch plan are the distinct rows. Those of other ranks are copied to this rank's
-// staging memory, from which the forward pass then reads them: table by table and, within a table,
-// beginning with the rank after this one, so that not all ranks read from one peer at a time. Where
-// a row is copied depends on the order of the blocks; results do not.
+// Each run of equal keys in the batch plan is a distinct row. Rows of other ranks are copied to
+// this rank's staging memory, from which the forward pass then reads them: table by table and, in a
+// table, beginning with the rank after this one, so that not all ranks read from one peer at a
+// time. Where a row is copied depends on the order of the blocks; results do not.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 

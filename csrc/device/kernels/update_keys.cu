@@ -18,11 +18,11 @@ OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const
   return false;
 }
 
-// One block begins the update: writes the bounds of the inbox, and advances clocks. If a rank has
-// refused its batch, the inbox is empty.
+// One block begins the update: writes the bounds of the received keys, and advances clocks. If a
+// rank has refused its batch, there are none.
 __global__ void __launch_bounds__(256)
-    begin_update_kernel(View view, KeyView keys, KeyInbox inbox, const UpdateArgs* optimizers,
-                        const uint32_t* refused) {
+    begin_update_kernel(View view, KeyView keys, ReceivedKeys received,
+                        const UpdateArgs* optimizers, const uint32_t* refused) {
   const int64_t W = keys.world_size, T = keys.num_tables;
   const bool skips = refused != nullptr ? *refused != 0 : is_refused(view);
   block_sums(
@@ -32,76 +32,77 @@ __global__ void __launch_bounds__(256)
         const bool skipped = skips || is_frozen(view, optimizers, keys.tables[k / W]);
         return skipped ? 0 : static_cast<int64_t>(begin[1]) - begin[0];
       },
-      [&](int64_t k, int64_t before) { inbox.begin[k] = before; });
+      [&](int64_t k, int64_t before) { received.begin[k] = before; });
   for (int64_t t = threadIdx.x; t < T; t += 256) {
     keys.lists[keys.rank].num_changed[t] = 0;
     if (!skips && !is_frozen(view, optimizers, keys.tables[t])) ++keys.clocks[t];
   }
 }
 
-// Calls body(index in the inbox, table * W + source, index in the source's lists) for all keys.
+// Calls body(index among the received keys, table * W + source, index in the source's lists) for
+// all keys.
 template <class Body>
-OPER_DEVICE void for_keys(const KeyView& keys, const KeyInbox& inbox, Body body) {
+OPER_DEVICE void for_keys(const KeyView& keys, const ReceivedKeys& received, Body body) {
   const int32_t W = keys.world_size, parts = keys.num_tables * W;
-  for (int64_t e = thread_index(); e < inbox.begin[parts]; e += num_threads()) {
-    const int32_t part = static_cast<int32_t>(last_at_most(inbox.begin, parts, e));
+  for (int64_t e = thread_index(); e < received.begin[parts]; e += num_threads()) {
+    const int32_t part = static_cast<int32_t>(last_at_most(received.begin, parts, e));
     const int64_t first = keys.lists[part % W].begin[part / W * W + keys.rank];
-    body(e, part, first + e - inbox.begin[part]);
+    body(e, part, first + e - received.begin[part]);
   }
 }
 
-__global__ void __launch_bounds__(256) receive_kernel(KeyView keys, KeyInbox inbox) {
-  for_keys(keys, inbox, [&](int64_t e, int32_t part, int64_t i) {
+__global__ void __launch_bounds__(256) receive_kernel(KeyView keys, ReceivedKeys received) {
+  for_keys(keys, received, [&](int64_t e, int32_t part, int64_t i) {
     const KeyLists& from = keys.lists[part % keys.world_size];
-    inbox.received[e] = from.hashes[i];
-    inbox.counts[e] = from.counts[i];
+    received.unmerged[e] = from.hashes[i];
+    received.counts[e] = from.counts[i];
   });
 }
 
 // Merges the sources' lists: a key's place is the number of keys before it in all of them.
-__global__ void __launch_bounds__(256) merge_keys_kernel(KeyView keys, KeyInbox inbox) {
+__global__ void __launch_bounds__(256) merge_keys_kernel(KeyView keys, ReceivedKeys received) {
   const int32_t W = keys.world_size;
-  for_keys(keys, inbox, [&](int64_t e, int32_t part, int64_t i) {
+  for_keys(keys, received, [&](int64_t e, int32_t part, int64_t i) {
     const KeyLists& own = keys.lists[keys.rank];
-    const uint64_t hash = W == 1 ? own.hashes[i] : inbox.received[e];
-    const uint32_t count = W == 1 ? own.counts[i] : inbox.counts[e];
+    const uint64_t hash = W == 1 ? own.hashes[i] : received.unmerged[e];
+    const uint32_t count = W == 1 ? own.counts[i] : received.counts[e];
     uint64_t total = count & ~kFound, known = count & kFound;
     bool is_first = true;
     const int32_t of_table = part / W * W;
-    int64_t place = e - inbox.begin[part] + inbox.begin[of_table];
+    int64_t place = e - received.begin[part] + received.begin[of_table];
     for (int32_t other = of_table; other < of_table + W; ++other) {
       if (other == part) continue;
-      const uint64_t* hashes = inbox.received + inbox.begin[other];
-      const int64_t n = inbox.begin[other + 1] - inbox.begin[other];
+      const uint64_t* hashes = received.unmerged + received.begin[other];
+      const int64_t n = received.begin[other + 1] - received.begin[other];
       const int64_t at = last_that(-1, n, [&](int64_t k) { return hashes[k] < hash; }) + 1;
       place += at;
       if (at == n || hashes[at] != hash) continue;
-      const uint32_t more = inbox.counts[inbox.begin[other] + at];
+      const uint32_t more = received.counts[received.begin[other] + at];
       total += more & ~kFound;
       known |= more & kFound;
       is_first &= other > part;
       place += other < part;
     }
-    inbox.hashes[place] = hash;
-    inbox.totals[place] = is_first ? total | (known != 0 ? kKnown : 0) : 0;
+    received.hashes[place] = hash;
+    received.totals[place] = is_first ? total | (known != 0 ? kKnown : 0) : 0;
   });
 }
 
-// Updates the bucket whose first key in the inbox is key `begin`.
-OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const KeyInbox& inbox,
-                               int32_t t, int64_t begin) {
+// Updates the bucket whose first received key is key `begin`.
+OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys,
+                               const ReceivedKeys& received, int32_t t, int64_t begin) {
   const KeyTable& table = keys.tables[t];
-  const int64_t end_of_table = inbox.begin[(t + 1) * keys.world_size];
-  const int64_t number = bucket_of_hash(inbox.hashes[begin], table.num_buckets);
+  const int64_t end_of_table = received.begin[(t + 1) * keys.world_size];
+  const int64_t number = bucket_of_hash(received.hashes[begin], table.num_buckets);
   WarpBucket bucket(warp, table, table.parts[keys.rank].bucket(number, table.slots),
                     keys.clocks[t]);
   int64_t end = begin, num_fresh = 0;
   for (int num = 32; num == 32; end += num) {
     const int64_t j = end + warp.lane;
-    const uint64_t hash = j < end_of_table ? inbox.hashes[j] : 0;
+    const uint64_t hash = j < end_of_table ? received.hashes[j] : 0;
     const bool is_here =
         j < end_of_table && bucket_of_hash(hash, table.num_buckets) == number;
-    const uint64_t total = is_here ? inbox.totals[j] : 0;
+    const uint64_t total = is_here ? received.totals[j] : 0;
     num = popcount32(warp.ballot(is_here));
     uint64_t own = 0;  // count with which the lane's key gets a row
     for (int k = 0; k < num; ++k) {
@@ -112,7 +113,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
       num_fresh += fresh != 0;
       if (warp.lane == k) own = fresh;
     }
-    if (is_here) inbox.totals[j] = own;
+    if (is_here) received.totals[j] = own;
   }
   // Admits keys by descending count, then by hash. The score is the complement of the count, which
   // is not 0.
@@ -120,7 +121,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
   for (int64_t admitted = 0; admitted < num_fresh; ++admitted) {
     Scored next{~uint64_t{0}, ~uint64_t{0}};
     for (int64_t j = begin + warp.lane; j < end; j += 32) {
-      const Scored one{~inbox.totals[j], inbox.hashes[j]};
+      const Scored one{~received.totals[j], received.hashes[j]};
       if (one.score != ~uint64_t{0} && (admitted == 0 || last.is_before(one)) &&
           one.is_before(next))
         next = one;
@@ -141,28 +142,29 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
 }
 
 // A warp takes the buckets whose first keys are in a tile of 32 keys.
-__global__ void __launch_bounds__(256) update_buckets_kernel(KeyView keys, KeyInbox inbox) {
+__global__ void __launch_bounds__(256) update_buckets_kernel(KeyView keys, ReceivedKeys received) {
   const Group<32> warp;
-  const int64_t W = keys.world_size, num_keys = inbox.begin[keys.num_tables * W];
+  const int64_t W = keys.world_size, num_keys = received.begin[keys.num_tables * W];
   for (int64_t tile = warp.index() * 32; tile < num_keys; tile += warp.count() * 32) {
     const int64_t j = tile + warp.lane;
     int32_t t = 0;
     bool begins = false;
     if (j < num_keys) {
       t = static_cast<int32_t>(
-          last_that(0, keys.num_tables, [&](int64_t k) { return inbox.begin[k * W] <= j; }));
+          last_that(0, keys.num_tables, [&](int64_t k) { return received.begin[k * W] <= j; }));
       const int64_t num_buckets = keys.tables[t].num_buckets;
-      begins = j == inbox.begin[t * W] || bucket_of_hash(inbox.hashes[j], num_buckets) !=
-                                              bucket_of_hash(inbox.hashes[j - 1], num_buckets);
+      begins =
+          j == received.begin[t * W] || bucket_of_hash(received.hashes[j], num_buckets) !=
+                                            bucket_of_hash(received.hashes[j - 1], num_buckets);
     }
     for (unsigned left = warp.ballot(begins); left != 0; left &= left - 1) {
       const int first = lowest_bit(left);
-      update_bucket(warp, keys, inbox, warp.shuffle(t, first), tile + first);
+      update_bucket(warp, keys, received, warp.shuffle(t, first), tile + first);
     }
   }
 }
 
-// ---- new rows ------------------------------------------------------------------------------------
+// ---- new rows -----------------------------------------------------------------------------------
 
 OPER_DEVICE void store(char* row, RowType type, int64_t column, float value) {
   switch (type) {
@@ -245,14 +247,15 @@ __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys
 
 }  // namespace
 
-void update_keys(const Launch& on, const KeyView& keys, const KeyInbox& inbox,
+void update_keys(const Launch& on, const KeyView& keys, const ReceivedKeys& received,
                  const uint32_t* refused) {
   const int64_t most = keys.world_size * keys.capacity;
-  OPER_LAUNCH(begin_update_kernel, 1, 256, on.stream, on.view, keys, inbox, on.optimizers, refused);
+  OPER_LAUNCH(begin_update_kernel, 1, 256, on.stream, on.view, keys, received, on.optimizers,
+              refused);
   if (keys.world_size > 1)
-    OPER_LAUNCH(receive_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
-  OPER_LAUNCH(merge_keys_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
-  OPER_LAUNCH(update_buckets_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
+    OPER_LAUNCH(receive_kernel, blocks_for(most, 256), 256, on.stream, keys, received);
+  OPER_LAUNCH(merge_keys_kernel, blocks_for(most, 256), 256, on.stream, keys, received);
+  OPER_LAUNCH(update_buckets_kernel, blocks_for(most, 256), 256, on.stream, keys, received);
 }
 
 void begin_rows(const Launch& on, const KeyView& keys) {

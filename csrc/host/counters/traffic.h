@@ -22,7 +22,7 @@ enum Moved {
   kGradientIds,  // backward: ids of pushed rows
   kGradientWeights,
   kBagGradients,   // backward: gradients of bags, one per id of a pushed row
-  kGradientRows,   // backward: reduced gradients in the ranks' outboxes
+  kGradientRows,   // backward: reduced gradients in the ranks' send buffers
   kSquares,        // backward: sums of squares of the pieces of a row
   kUpdatedRows,    // backward: rows of this owner that the optimizer has changed
   kRefreshedRows,  // backward: master rows copied into this rank's replicas
@@ -43,10 +43,10 @@ class TableCounters {
 };
 
 // Finds the rank whose arena contains an address: an arena is one range of addresses, whose last
-// part is the outbox.
+// part is the send buffer.
 struct Arenas {
-  std::vector<int64_t> outbox;  // [W] addresses of the outboxes, ascending
-  std::vector<int32_t> rank;    // [W] whose outbox it is
+  std::vector<int64_t> send_buffer;  // [W] addresses of the send buffers, ascending
+  std::vector<int32_t> rank;         // [W] whose send buffer it is
 };
 
 }  // namespace oper::host

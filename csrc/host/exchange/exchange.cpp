@@ -42,7 +42,7 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
     : setup(std::move(wanted)), messages(with_tables(setup.messages, context)), context_(context) {
   const int32_t W = context.world_size;
   const int64_t T = static_cast<int64_t>(context.tables.size());
-  mirrors_.resize(static_cast<size_t>(W));
+  shadow_headers_.resize(static_cast<size_t>(W));
   remote_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
   pairs_.resize(static_cast<size_t>(W * T));
@@ -52,8 +52,8 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
     kept.asked_by.resize(static_cast<size_t>(W * T));
   }
   for (int32_t r : messages.remote) {
-    mirrors_[r].resize(static_cast<size_t>(context.header_bytes()));
-    context.outbox[r] = mirrors_[r].data();
+    shadow_headers_[r].resize(static_cast<size_t>(context.header_bytes()));
+    context.send_buffer[r] = shadow_headers_[r].data();
   }
   for (int64_t t = 0; t < T; ++t) {
     Table& table = context.tables[t];
@@ -98,11 +98,11 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
 }
 
 void Exchange::fail(Status status) {
-  // A full outbox, an id or settings are errors of this batch. Later batches fail because this rank
-  // has given up.
+  // A full send buffer, an id or settings are errors of this batch. Later batches fail because this
+  // rank has aborted.
   const bool is_of_batch = status.code == 3 || status.code == 4 || status.code == 15;
   failed_ = is_of_batch ? Status{6, context_.rank} : status;
-  if (context_.barrier) context_.barrier->give_up();
+  if (context_.barrier) context_.barrier->abort();
   throw status;
 }
 
@@ -128,11 +128,11 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   if (phase == CollectivePhase::kRequests) keep_requests(parts, send);
   char *to, *raw;
   try {
-    Inbox& inbox = phase == CollectivePhase::kRequests
-                       ? kept(kAsBefore).received
-                       : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
-    to = inbox.unpacked.get(list.expanded);
-    raw = inbox.message.get(list.received);
+    ReceiveBuffers& buffers = phase == CollectivePhase::kRequests
+                                  ? kept(kAsBefore).received
+                                  : receive_buffers_[is_reply ? kInRows : static_cast<int>(phase)];
+    to = buffers.unpacked.get(list.expanded);
+    raw = buffers.message.get(list.received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(list.recv_bytes.begin(), list.recv_bytes.end());
     fail({11, most - list.recv_bytes.begin()});

@@ -1,7 +1,7 @@
 // Exchange with remote ranks, those of other memory domains, over a transport of bytes.
 //
-// Received data is put into private buffers with the same headers as an outbox, so that kernels
-// read it like the outbox of a rank of this domain. common/exchange.h defines what each phase
+// Received data is put into private buffers with the same headers as a send buffer, so that kernels
+// read it like the send buffer of a rank of this domain. common/exchange.h defines what each phase
 // contains.
 #pragma once
 
@@ -59,7 +59,7 @@ class Exchange {
   using Part = Messages::Part;
   static constexpr uint32_t kAsBefore = Messages::kAsBefore;
   static constexpr int64_t kSmallBytes = 64 << 10;  // messages below this are handled on one thread
-  // Received arrays have an inbox for each phase; this is that of the rows of a gather.
+  // Each phase has its own receive buffers; these are for the rows that a gather receives.
   static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
   // Source of an array: contiguous data or, unless `rows` is null, those rows of a matrix. `names`:
@@ -79,13 +79,13 @@ class Exchange {
     int32_t slot_bits = 32;
   };
   // A received message, and those of its arrays that must be unpacked.
-  struct Inbox {
+  struct ReceiveBuffers {
     Buffer message, unpacked;
   };
   // The requests of a kept forward pass, see Messages.
   struct Kept {
     Buffer sent;
-    Inbox received;
+    ReceiveBuffers received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
   };
 
@@ -142,7 +142,7 @@ class Exchange {
   std::vector<bool> pulls_remote_;      // [T] whether some of these rows are in pulled tiers
   Status failed_;
   Buffer send_, places_, keys_;
-  Inbox inbox_[kInRows + 1];
+  ReceiveBuffers receive_buffers_[kInRows + 1];
   Kept kept_[Messages::kKept];
   std::vector<RemoteRows> remote_rows_;       // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
@@ -171,7 +171,7 @@ class Exchange {
     const char* gathered = nullptr;  // its rows that this rank has pulled
   };
   std::vector<Pair> pairs_;  // [W * T]
-  std::vector<std::vector<char>> mirrors_;  // outbox headers of remote ranks
+  std::vector<std::vector<char>> shadow_headers_;  // send buffer headers of remote ranks
   struct Unmap {
     size_t bytes;
     void operator()(void* data) const;

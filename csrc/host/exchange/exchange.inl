@@ -1,9 +1,9 @@
 // Which rows of other memory domains a batch needs, each once. Part of kernels.inl.
 //
-// For a row that this rank cannot address, the read map gives -1 - home key instead of an address
-// (see `context_arguments` in oper/shmem/placement/layout.py).
+// For a row that this rank cannot address, the read map gives -1 - linear index instead of an
+// address (see `context_arguments` in oper/shmem/placement/layout.py).
 
-// Home key of such a row.
+// Linear index of such a row.
 OPER_INLINE uint32_t remote_key(int64_t place) { return static_cast<uint32_t>(-1 - place); }
 
 // Numbers the distinct rows without an address among the `n` places in the order of their keys,

@@ -10,7 +10,7 @@
 
 namespace oper::host {
 
-// ---- data to send ------------------------------------------------------------------------------
+// ---- data to send -------------------------------------------------------------------------------
 
 void Exchange::count(CollectivePhase phase, bool weighted) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
@@ -21,7 +21,7 @@ void Exchange::count(CollectivePhase phase, bool weighted) {
 void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
   if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
-  const int64_t* reduced = context_.outbox_table(context_.rank, t)->begin();
+  const int64_t* reduced = context_.send_buffer_table(context_.rank, t)->begin();
   const int64_t* asked = context_.request_table(context_.rank, t)->begin();
   for (int32_t r : messages.remote) {
     uint32_t* counts = messages.counts_to(r, t);
@@ -56,7 +56,7 @@ void Exchange::list_bags(int64_t t, int32_t r) {
   distinct.clear();
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t* begin = entry->begin();
-  const uint32_t* bags = context_.in_outbox<uint32_t>(context_.rank, entry->bags_offset);
+  const uint32_t* bags = context_.in_send_buffer<uint32_t>(context_.rank, entry->bags_offset);
   for (int64_t i = begin[r]; i < begin[r + 1]; ++i)
     if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
 }
@@ -77,7 +77,7 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
   if (n == 0) return true;
   const auto numbers = [&](int64_t offset) {
-    return context_.in_outbox<uint32_t>(context_.rank, offset) + begin[r];
+    return context_.in_send_buffer<uint32_t>(context_.rank, offset) + begin[r];
   };
   const auto equal = [](const void* one, const char* other, int64_t bytes) {
     return std::memcmp(one, other, static_cast<size_t>(bytes)) == 0;
@@ -115,7 +115,7 @@ void Exchange::list_refreshes(int64_t t) {
 Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
   const Pair& pair = pairs_[cell(r, t)];
-  const char* base = context_.outbox[context_.rank];
+  const char* base = context_.send_buffer[context_.rank];
   const Source asked_rows{context_.tables[t].rows, pair.asked_slots};
   switch (phase) {
     case CollectivePhase::kGather:
@@ -135,10 +135,10 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
       if (part == 3) return {remote_rows_[t].keys + splits_[t][r]};
       break;
     case CollectivePhase::kGradients: {
-      OutboxTable* entry = context_.outbox_table(context_.rank, t);
+      SendBufferTable* entry = context_.send_buffer_table(context_.rank, t);
       const int64_t first = entry->begin()[r];
       const uint32_t* slots =
-          context_.in_outbox<uint32_t>(context_.rank, entry->slots_offset) + first;
+          context_.in_send_buffer<uint32_t>(context_.rank, entry->slots_offset) + first;
       if (part == 0) return {slots};
       if (part == 1)
         return {base + entry->rows_offset + first * context_.tables[t].gradient_bytes(), nullptr,
@@ -154,7 +154,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
   return {base + places[part] + entry->begin()[r] * 4};
 }
 
-// ---- checks of received data -------------------------------------------------------------------
+// ---- checks of received data --------------------------------------------------------------------
 
 bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                          const char* const* arrays) const {
@@ -182,13 +182,13 @@ bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_
   return true;
 }
 
-// ---- headers by which kernels find received data -------------------------------------------------
+// ---- headers by which kernels find received data ------------------------------------------------
 
 void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                        const char* const* arrays) {
   Table& table = context_.tables[t];
   const uint32_t* counts = messages.counts_from(r, t);
-  const char* base = context_.outbox[r];
+  const char* base = context_.send_buffer[r];
   const uint32_t* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
   const auto lay_out_requests = [&](const Requested& in, const char* gradients) {
     RequestTable* entry = context_.request_table(r, t);
@@ -219,7 +219,7 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
           arrays[0] - base};
       break;
     case CollectivePhase::kGradients: {
-      OutboxTable* entry = context_.outbox_table(r, t);
+      SendBufferTable* entry = context_.send_buffer_table(r, t);
       *entry = {arrays[0] - base, arrays[1] - base};
       int64_t* begin = entry->begin();
       begin[context_.rank] = 0;
@@ -249,7 +249,7 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
   }
 }
 
-// ---- rows of other domains ---------------------------------------------------------------------
+// ---- rows of other domains ----------------------------------------------------------------------
 
 void Exchange::gather(Batch& batch, Moved kind, bool collective) {
   raise(failed_);
@@ -287,7 +287,7 @@ int64_t Exchange::list_remote_rows(const Batch& batch, Moved kind, bool collecti
     rows = {places + first[k], keys + first[k], 0};
     found.note(
         kernels().remote_rows(table, batch, kind, collective && table.has_push, rows, scratch));
-    // Home keys, which are in the order of their owners, become slots.
+    // Linear indices, which are in the order of their owners, become slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
     uint32_t* end = rows.keys + rows.num_keys;

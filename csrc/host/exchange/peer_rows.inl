@@ -47,12 +47,13 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   const int64_t n = batch.num_ids(table);
-  // The addresses of this rank's rows lie between the previous arena's outbox and its own, see
+  // The addresses of this rank's rows lie between the previous arena's send buffer and its own, see
   // Arenas.
   const Arenas& arenas = *table.arenas;
   const size_t mine = static_cast<size_t>(
       std::find(arenas.rank.begin(), arenas.rank.end(), rank) - arenas.rank.begin());
-  const int64_t begin = mine > 0 ? arenas.outbox[mine - 1] : INT64_MIN, end = arenas.outbox[mine];
+  const int64_t begin = mine > 0 ? arenas.send_buffer[mine - 1] : INT64_MIN,
+                end = arenas.send_buffer[mine];
   Numbering numbers(std::min(n, table.home.num_rows), scratch);
   out.num_ids = out.num_rows = 0;
   for (int64_t i = 0; i < n; ++i) {

@@ -55,9 +55,9 @@ std::vector<uint32_t> Exchange::slots_with_gradients(int64_t t) const {
   const Table& table = context_.tables[t];
   std::vector<uint32_t> slots;
   for (int32_t r = 0; r < context_.world_size; ++r) {
-    OutboxTable* entry = context_.outbox_table(r, t);
+    SendBufferTable* entry = context_.send_buffer_table(r, t);
     const int64_t* begin = entry->begin();
-    const uint32_t* in = context_.in_outbox<uint32_t>(r, entry->slots_offset);
+    const uint32_t* in = context_.in_send_buffer<uint32_t>(r, entry->slots_offset);
     slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
     if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());

@@ -60,7 +60,7 @@ struct QuantiseJob {
   int64_t row_bytes;
 };
 
-// Results of kernels that write to the outbox, which otherwise return the index of a bad id.
+// Results of kernels that write to the send buffer, which otherwise return the index of a bad id.
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 
 struct Kernels {
@@ -94,12 +94,12 @@ struct Kernels {
   // Writes the places (read map) of the bags' ids. Returns the first bad id's index in the batch,
   // or -1.
   int64_t (*locate)(const Table& table, const BagRange& range, int64_t* addresses);
-  // Sorts the ids of one table by home key. The order's arrays are stored from base + memory on or,
-  // if base is null, in scratch. Returns the first bad id's index, or -1.
+  // Sorts the ids of one table by linear index. The order's arrays are stored from base + memory on
+  // or, if base is null, in scratch. Returns the first bad id's index, or -1.
   int64_t (*arrange)(const Table& table, const Batch& batch, char* base, int64_t memory,
                      Scratch& scratch, TableOrder& order);
-  // Sums the gradients of one table by row and writes the sums to the outbox. Returns the first bad
-  // id's index, kReduceOk or kReduceFull.
+  // Sums the gradients of one table by row and writes the sums to the send buffer. Returns the
+  // first bad id's index, kReduceOk or kReduceFull.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, Scratch& scratch);
   // Writes the sums of squares of the gradients (summed over ranks) of a column piece's rows, for
   // clipping and row-wise optimizers. `round`: see Table::rounds_of_squares.
@@ -110,7 +110,7 @@ struct Kernels {
   // Sums such gradients and those that were kept, and applies the optimizer.
   void (*update)(const Context& context, int32_t table, float gradient_scale);
   // Exchange mode push, in the order of the calls, see push.inl. `request` returns like `reduce`;
-  // `pool_for` and `stage` return false if the outbox is full.
+  // `pool_for` and `stage` return false if the send buffer is full.
   int64_t (*request)(Context& context, int32_t table, const Batch& batch, Scratch& scratch);
   bool (*pool_for)(Context& context, int32_t table, int32_t reader);
   void (*pool_pushed)(const Context& context, int32_t table, const Batch& batch, float* out,

@@ -1,6 +1,6 @@
 // Forward: from ids to pooled rows. Part of kernels.inl.
 
-// ---- forward -----------------------------------------------------------------------------------
+// ---- forward ------------------------------------------------------------------------------------
 
 // Adds the row at address `at` times its weight to `row`, rounded as in FBGEMM's lookups for
 // inference.
@@ -204,7 +204,7 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // removes the rows' types
   int64_t left = n;
   for (size_t k = 0; k < last && left > 0; ++k) {
-    const int64_t end = arenas.outbox[k];
+    const int64_t end = arenas.send_buffer[k];
     int64_t above = 0;
     for (int64_t i = 0; i < n; ++i) above += (addresses[i] & mask) >= end;
     counts[arenas.rank[k]] += left - above;
@@ -425,7 +425,7 @@ void gather(const GatherJob& job, int64_t begin, int64_t end) {
   with_row_width(static_cast<int>(job.dim), run);
 }
 
-// ---- samples that share bags: from rows of bags to rows of samples, and back -------------------
+// ---- samples that share bags: from rows of bags to rows of samples, and back --------------------
 
 void spread(const SampleJob& job, const float* bags, float* samples) {
   with_row_width(static_cast<int>(job.dim), [&](auto width) {

@@ -1,4 +1,4 @@
-// Orders ids by home key, the part of the backward pass that depends only on ids. Part of
+// Orders ids by linear index, the part of the backward pass that depends only on ids. Part of
 // kernels.inl.
 
 // Passes of `radix_sort` for this many bits, at most 11 in each.
@@ -32,9 +32,9 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 // Bits of the numbers below `count`.
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(home keys of ids, their number, index of the first in the batch, their bag) for ranges
-// of ids of one bag, over all features of the table; bags are numbered consecutively over the
-// features. Returns the first bad id's index, or -1.
+// Calls body(linear indices of ids, their number, index of the first in the batch, their bag) for
+// ranges of ids of one bag, over all features of the table; bags are numbered consecutively over
+// the features. Returns the first bad id's index, or -1.
 template <class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   constexpr int64_t kAtOnce = 512;
@@ -89,7 +89,7 @@ class OrderMemory {
 
 // A list of ids, in the order of the input.
 struct BagIds {
-  uint32_t* keys;      // home keys
+  uint32_t* keys;  // linear indices
   uint32_t* bags;
   int64_t* positions;  // indices in the batch; null without weights
   int64_t n = 0;

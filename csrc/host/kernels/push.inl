@@ -1,10 +1,10 @@
 // Exchange mode push: owners pool their rows of each bag. Part of kernels.inl.
 //
-// Forward: a reader writes the slots and bags of its ids in pushed tiers to its outbox, by owner
-// (`request`). Each owner pools its rows into one partial sum per bag (`pool_for`). The reader adds
-// these sums, in rank order, to the sum of the rows that it reads itself (`pool_pushed`). Backward:
-// the reader writes the same requests and the gradients of its bags (`stage`). The owners sum them
-// by row (`reduce_pushed`).
+// Forward: a reader writes the slots and bags of its ids in pushed tiers to its send buffer, by
+// owner (`request`). Each owner pools its rows into one partial sum per bag (`pool_for`). The
+// reader adds these sums, in rank order, to the sum of the rows that it reads itself
+// (`pool_pushed`). Backward: the reader writes the same requests and the gradients of its bags
+// (`stage`). The owners sum them by row (`reduce_pushed`).
 
 // Lists the ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
 int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
@@ -43,9 +43,9 @@ int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& sc
   entry->weights_offset = batch.weights ? context.take_bytes(in.n * 4) : 0;
   if (entry->slots_offset < 0 || entry->bags_offset < 0 || entry->weights_offset < 0)
     return kReduceFull;
-  uint32_t* slots = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
-  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, entry->bags_offset);
-  float* weights = context.in_outbox<float>(context.rank, entry->weights_offset);
+  uint32_t* slots = context.in_send_buffer<uint32_t>(context.rank, entry->slots_offset);
+  uint32_t* bags = context.in_send_buffer<uint32_t>(context.rank, entry->bags_offset);
+  float* weights = context.in_send_buffer<float>(context.rank, entry->weights_offset);
   for (int64_t i = 0; i < in.n; ++i) {
     const int32_t owner = table.owner_of(in.keys[i]);
     const int64_t to = at[owner]++;
@@ -69,11 +69,12 @@ Requests requests_of(const Context& context, int32_t index, int32_t reader) {
   RequestTable* entry = context.request_table(reader, index);
   const int64_t* begin = entry->begin();
   const int64_t first = begin[context.rank];
-  return {context.in_outbox<uint32_t>(reader, entry->slots_offset) + first,
-          context.in_outbox<uint32_t>(reader, entry->bags_offset) + first,
-          entry->weights_offset ? context.in_outbox<float>(reader, entry->weights_offset) + first
-                                : nullptr,
-          context.in_outbox<float>(reader, entry->gradients_offset),
+  return {context.in_send_buffer<uint32_t>(reader, entry->slots_offset) + first,
+          context.in_send_buffer<uint32_t>(reader, entry->bags_offset) + first,
+          entry->weights_offset
+              ? context.in_send_buffer<float>(reader, entry->weights_offset) + first
+              : nullptr,
+          context.in_send_buffer<float>(reader, entry->gradients_offset),
           begin[context.rank + 1] - first};
 }
 
@@ -87,8 +88,8 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   out->bags_offset = context.take_partial_bytes(out->count * 4);
   out->rows_offset = context.take_partial_bytes(out->count * table.gradient_bytes());
   if (out->bags_offset < 0 || out->rows_offset < 0) return false;
-  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, out->bags_offset);
-  float* rows = context.in_outbox<float>(context.rank, out->rows_offset);
+  uint32_t* bags = context.in_send_buffer<uint32_t>(context.rank, out->bags_offset);
+  float* rows = context.in_send_buffer<float>(context.rank, out->rows_offset);
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
@@ -152,8 +153,8 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
   std::vector<Partial> partials;
   for (int32_t r = 0; r < context.world_size; ++r) {
     const PartialTable* p = context.partial_table(r, index, context.rank);
-    partials.push_back({context.in_outbox<uint32_t>(r, p->bags_offset),
-                        context.in_outbox<float>(r, p->rows_offset), 0, p->count});
+    partials.push_back({context.in_send_buffer<uint32_t>(r, p->bags_offset),
+                        context.in_send_buffer<float>(r, p->rows_offset), 0, p->count});
   }
   uint32_t bag = 0;
   for (int32_t f : table.features) {
@@ -195,7 +196,7 @@ bool stage(Context& context, int32_t index, const Batch& batch) {
   RequestTable* entry = context.request_table(context.rank, index);
   entry->gradients_offset = context.take_bytes(batch.num_bags(table) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
-  float* to = context.in_outbox<float>(context.rank, entry->gradients_offset);
+  float* to = context.in_send_buffer<float>(context.rank, entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {
     stage_gradients<decltype(width)::value>(table, batch, to);
   });

@@ -19,30 +19,29 @@ struct TableBatch {
   const int64_t* positions = TableOrder::at<const int64_t>(base, order.positions);
 };
 
-// ---- the outbox --------------------------------------------------------------------------------
+// ---- the send buffer ----------------------------------------------------------------------------
 
-// Writes one table's summed gradients to this rank's outbox, in ascending order of home keys.
-class Outbox {
+// Writes one table's summed gradients to this rank's send buffer, in ascending order of linear
+// indices.
+class SendBufferWriter {
  public:
   // Allocates space for `count` rows of `table`; `ok()` is false if there was not enough.
-  Outbox(Context& context, const Table& table, int32_t index, int64_t count)
-      : owner_begin_(table.owner_begin.data()),
-        world_size_(context.world_size),
-        dim_(table.dim) {
-    OutboxTable* entry = context.outbox_table(context.rank, index);
+  SendBufferWriter(Context& context, const Table& table, int32_t index, int64_t count)
+      : owner_begin_(table.owner_begin.data()), world_size_(context.world_size), dim_(table.dim) {
+    SendBufferTable* entry = context.send_buffer_table(context.rank, index);
     begin_ = entry->begin();
     begin_[0] = 0;
-    ok_ = context.take_outbox(table, count, entry);
+    ok_ = context.take_send_buffer(table, count, entry);
     if (!ok_) return;
-    slots_ = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
-    rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
+    slots_ = context.in_send_buffer<uint32_t>(context.rank, entry->slots_offset);
+    rows_ = context.in_send_buffer<float>(context.rank, entry->rows_offset);
   }
   bool ok() const { return ok_; }
-  // Whether rows should bypass the caches when they are written: if the outboxes of a batch do not
-  // fit the last-level cache, they will not be there when owners read them. Only for rows of whole
-  // lines.
+  // Whether rows should bypass the caches when they are written: if the send buffers of a batch do
+  // not fit the last-level cache, they will not be there when owners read them. Only for rows of
+  // whole lines.
   bool streams(const Context& context) const {
-    const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
+    const int64_t bytes = context.send_buffer_header(context.rank)->used_bytes * world_size_;
     return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
            reinterpret_cast<uintptr_t>(rows_) % 64 == 0;
   }
@@ -77,10 +76,10 @@ class Outbox {
   bool ok_ = false;
 };
 
-// ---- small tables: sums of all rows in the cache -----------------------------------------------
+// ---- small tables: sums of all rows in the cache ------------------------------------------------
 
 // Sums in the order of the input, as `reduce_sorted` does, so that both give the same bits. Returns
-// false if the outbox is full.
+// false if the send buffer is full.
 template <int N>
 bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
                   Scratch& scratch) {
@@ -116,16 +115,15 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   }
   int64_t count = 0;
   for (int64_t key = 0; key < num_rows; ++key) count += seen[key];
-  Outbox outbox(context, table, index, count);
-  if (!outbox.ok()) return false;
+  SendBufferWriter writer(context, table, index, count);
+  if (!writer.ok()) return false;
   for (int64_t key = 0; key < num_rows; ++key)
-    if (seen[key])
-      std::memcpy(outbox.next(key), sums + key * dim, static_cast<size_t>(dim) * 4);
-  outbox.close();
+    if (seen[key]) std::memcpy(writer.next(key), sums + key * dim, static_cast<size_t>(dim) * 4);
+  writer.close();
   return true;
 }
 
-// ---- other tables: sorted ids ------------------------------------------------------------------
+// ---- other tables: sorted ids -------------------------------------------------------------------
 
 // Copies the bags' gradients to contiguous rows, for mean pooling divided by the bag's length. In
 // the output's gradient, a table's rows are `output_columns` apart: they map to a fraction of the
@@ -157,7 +155,7 @@ OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes)
   return num_ids >= (num_bags * row_bytes <= kBytes ? 2 : 8) * num_bags;
 }
 
-// K: type of the packed pairs, see TableOrder. Returns false if the outbox is full.
+// K: type of the packed pairs, see TableOrder. Returns false if the send buffer is full.
 template <int N, class K, bool kWeighted>
 bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
                    Scratch& scratch) {
@@ -171,8 +169,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
 
   const float* staged = nullptr;
   if (table.has_push) {
-    staged = context.in_outbox<float>(context.rank,
-                                      context.request_table(context.rank, index)->gradients_offset);
+    staged = context.in_send_buffer<float>(
+        context.rank, context.request_table(context.rank, index)->gradients_offset);
   } else if (table.features.size() == 1 && !table.mean &&
              batch.features[table.features[0]].gradient_stride == dim) {
     staged = batch.features[table.features[0]].gradients;  // already contiguous
@@ -187,8 +185,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     return staged ? staged + static_cast<int64_t>(bag) * dim
                   : bag_gradient(table, batch, bag);
   };
-  Outbox outbox(context, table, index, in.order.num_rows);
-  if (!outbox.ok()) return false;
+  SendBufferWriter writer(context, table, index, in.order.num_rows);
+  if (!writer.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
   // How often a row occurs cannot be predicted. For a narrow row, a mispredicted branch takes
   // longer than storing the sum after each of its gradients.
@@ -206,12 +204,12 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
       if (kWeighted) g.scale(batch.weights[in.positions[sorted[i] & mask]], dim);
       sum.start_if(is_next, dim);
       sum.add(g, dim);
-      sum.store(outbox.next_or_same(static_cast<int64_t>(key), is_next), dim);
+      sum.store(writer.next_or_same(static_cast<int64_t>(key), is_next), dim);
     }
-    outbox.close();
+    writer.close();
     return true;
   }
-  const bool stream = outbox.streams(context);
+  const bool stream = writer.streams(context);
   for (int64_t i = 0; i < n;) {
     const K key = sorted[i] >> payload_bits;
     Row<N> sum;
@@ -227,13 +225,13 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
       }
     }
     if (stream) {
-      sum.stream(outbox.next(static_cast<int64_t>(key)), dim);
+      sum.stream(writer.next(static_cast<int64_t>(key)), dim);
     } else {
-      sum.store(outbox.next(static_cast<int64_t>(key)), dim);
+      sum.store(writer.next(static_cast<int64_t>(key)), dim);
     }
   }
   if (stream) finish_streaming();
-  outbox.close();
+  writer.close();
   return true;
 }
 

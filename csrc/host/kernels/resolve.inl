@@ -1,4 +1,4 @@
-// From ids to places, by the read map (addresses) or the home map (home keys), see
+// From ids to places, by the read map (addresses) or the home map (linear indices), see
 // common/directory.h. Part of kernels.inl.
 
 // How many ids before its use a word of the head map is prefetched.
@@ -146,13 +146,13 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
         _mm512_sub_epi64(position, _mm512_permutexvar_epi64(tier, starts));
     const __m512d scaled = _mm512_mul_pd(_mm512_add_pd(_mm512_cvtepi64_pd(offset), half),
                                          _mm512_permutexvar_pd(tier, inverses));
-    const __m512i turn = _mm512_cvttpd_epi64(scaled);
+    const __m512i round = _mm512_cvttpd_epi64(scaled);
     const __m512i place = _mm512_sub_epi64(
-        offset, _mm512_mullo_epi64(turn, _mm512_permutexvar_epi64(tier, periods)));
+        offset, _mm512_mullo_epi64(round, _mm512_permutexvar_epi64(tier, periods)));
     const __m512i at = _mm512_add_epi64(place, _mm512_permutexvar_epi64(tier, firsts));
     const __m512i base = entries_at<kRegisters>(flat.base.data(), base0, base1, at);
     const __m512i step = entries_at<kRegisters>(flat.step.data(), step0, step1, at);
-    store_places(out + i, some, _mm512_add_epi64(base, _mm512_mullo_epi64(turn, step)));
+    store_places(out + i, some, _mm512_add_epi64(base, _mm512_mullo_epi64(round, step)));
   }
   return -1;
 }

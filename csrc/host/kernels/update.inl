@@ -232,11 +232,11 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
 }
 
 // The gradients that each rank has for this rank's rows, in rank order: in pulled tiers, from the
-// ranks' outboxes; or, if `pushed`, in pushed tiers.
+// ranks' send buffers; or, if `pushed`, in pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
   // If this rank owns all rows of a table with pushed tiers only, it has no requests of its own:
-  // its own gradients are in its outbox.
+  // its own gradients are in its send buffer.
   const bool at_once = table.is_pushed && !table.has_push;
   std::vector<Incoming> in;
   if (pushed ? !table.is_pushed : at_once) return in;
@@ -246,11 +246,11 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
                     static_cast<int64_t>(table.pushed[r].slots.size())});
       continue;
     }
-    OutboxTable* entry = context.outbox_table(r, index);
+    SendBufferTable* entry = context.send_buffer_table(r, index);
     const int64_t* begin = entry->begin();
-    in.push_back({context.in_outbox<uint32_t>(r, entry->slots_offset),
-                  context.in_outbox<float>(r, entry->rows_offset),
-                  begin[context.rank], begin[context.rank + 1]});
+    in.push_back({context.in_send_buffer<uint32_t>(r, entry->slots_offset),
+                  context.in_send_buffer<float>(r, entry->rows_offset), begin[context.rank],
+                  begin[context.rank + 1]});
   }
   return in;
 }

@@ -32,15 +32,14 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Counts the reduced gradients that this owner reads from the outboxes: once, and once more for
+// Counts the reduced gradients that this owner reads from the send buffers: once, and once more for
 // every exchange of sums of squares. `keeps`: it only keeps their sums (see `leave`), without such
 // exchanges.
 void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
     for (int32_t r = 0; r < context.world_size; ++r) {
-      const int64_t* begin =
-          context.outbox_table(r, static_cast<int64_t>(t))->begin();
+      const int64_t* begin = context.send_buffer_table(r, static_cast<int64_t>(t))->begin();
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
       table.counters.add(kGradientRows, r, n * (1 + (keeps ? 0 : table.rounds_of_squares())));
     }
@@ -48,9 +47,9 @@ void count_gradients(Context& context, bool keeps) {
 }
 
 // Reduces a batch's gradients and exchanges them. Owners then find the gradients of their rows in
-// the ranks' outboxes and, for pushed tiers, in Table::pushed.
+// the ranks' send buffers and, for pushed tiers, in Table::pushed.
 void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock) {
-  context.reset_outbox();
+  context.reset_send_buffer();
   if (batch.shared) add_up(context, *batch.shared);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
@@ -58,7 +57,7 @@ void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock
   const bool small = is_small(batch);
   run_tasks(context, T, small, [&](int64_t task, Scratch& scratch) {
     const int32_t t = order[task];
-    reach(FaultPoint::kOutbox);
+    reach(FaultPoint::kSendBuffer);
     int64_t result = kReduceOk;
     if (context.tables[t].has_push) {
       result = kernels().request(context, t, batch, scratch);
@@ -69,12 +68,12 @@ void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock
   });
   const Status mine = found.status();
   if (mine.code == 0) {
-    context.collapse_outbox(context.rank);
+    context.collapse_send_buffer(context.rank);
     clock.end(kReduce);
   }
   synchronize(context, CollectivePhase::kGradients, batch, mine);
   for (int32_t r = 0; r < context.world_size; ++r)
-    if (r != context.rank) context.collapse_outbox(r);
+    if (r != context.rank) context.collapse_send_buffer(r);
   clock.end(kWaitForGradients);
   count_gradients(context, keeps);
   if (context.has_push) {
@@ -121,7 +120,7 @@ void leave(Context& context, const Batch& batch) {
             [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
   ++context.num_left;
   clock.end(kUpdate);
-  // After this, other ranks may overwrite their outboxes.
+  // After this, other ranks may overwrite their send buffers.
   if (context.barrier) raise(wait_for_domain(context, kSharing));
 }
 

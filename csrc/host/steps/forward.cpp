@@ -33,7 +33,7 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
   const std::vector<int32_t> own = push_tables(context, true);
   const int64_t n = static_cast<int64_t>(tables.size());
   const int64_t num_own = static_cast<int64_t>(own.size());
-  context.reset_outbox();
+  context.reset_send_buffer();
   Found asked;
   pool_direct(context, batch, out, asked,
               [&](const Table& table) { return !table.has_push && !is_awaited(table); });

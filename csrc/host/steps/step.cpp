@@ -62,7 +62,7 @@ void synchronize(Context& context, CollectivePhase phase, const Batch& batch, St
   if (context.exchange) context.exchange->messages.settings = updates ? context.settings : 0;
   if (context.barrier) {
     if (mine.code != 0 && context.exchange) {
-      context.barrier->give_up();
+      context.barrier->abort();
     } else {
       // Across memory domains, the exchange compares the settings of all ranks.
       const uint32_t settings = updates && !context.exchange ? context.settings : 0;

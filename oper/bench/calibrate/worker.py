@@ -34,8 +34,9 @@ _BAG = 16  # rows summed per bag in the bare gather, so that reads dominate writ
 _GATHER_ROWS = 1 << 19
 _HELD_BYTES = 4 << 30  # limit of the tables that are open at the same time
 _LEAD_IN, _TIMED = 2, 3  # untimed and timed steps of a plan per round
-_FEWEST = 8  # steps for a median, at least
-_DELAYED = 0.02  # a step in which a rank waited for its core for a larger share is disturbed
+_FEWEST = 8  # least number of steps of which a median is taken
+#: Share of a step. A step is disturbed if a rank waited longer than this for its core.
+_DELAYED = 0.02
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 INTERVAL = 0.03  # rounds repeat until half the 95 % interval of each median is below this share
 _PATIENCE = 4  # upper limit of the rounds, as a multiple of the requested number
@@ -166,8 +167,8 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
     found: dict[str, Any] = {}
     for turn in range(1 + _PATIENCE * rounds):
         for kind in plans:
-            # Untimed steps: in the first round they fault in the outbox's pages, later they refill
-            # the caches.
+            # Untimed steps: in the first round they fault in the send buffer's pages, later they
+            # refill the caches.
             for k in range((4 if turn == 0 else _LEAD_IN) + _TIMED):
                 timed = _step(tables[kind], batches[number % len(batches)], gradient)
                 number += 1

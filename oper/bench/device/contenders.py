@@ -125,7 +125,7 @@ def has_fbgemm() -> bool:
 
 
 def fbgemm_side(case: DeviceCase, device: torch.device, location: str = "DEVICE") -> Side:
-    """fbgemm's side, see `fbgemm_bags`."""
+    """Open fbgemm's tables for the comparison, with rows in `location`; see `fbgemm_bags`."""
     fused = fbgemm_bags(case.work.num_rows, case.work.dim,
                         lambda k: initial_rows(case, k, device), device, location, case.dtype)
 

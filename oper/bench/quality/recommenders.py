@@ -160,7 +160,8 @@ MODELS: dict[str, Model] = {
 
 
 def _ablations() -> Iterator[tuple[str, Model]]:
-    """Yield CDT4Rec's ablations: returns x reward head x backbone x loss, and its states."""
+    """Yield name and model of CDT4Rec's ablations: all combinations of backbone, returns, reward
+    head and loss, and the default model with each kind of state (`STATES`)."""
     def model(**changes: Any) -> Model:
         return Model("cdt4rec", dataclasses.replace(_CDT4REC, **changes), _FIT_SEQUENCES, True)
 

@@ -66,8 +66,8 @@ class Search:
         return (low + high) // 2 if high - low > 1 else None
 
     def best(self) -> tuple[float, Result]:
-        """The highest valid rate (queries per second) and its VALID run with the highest p99; 0 and
-        the last run if no rate is valid."""
+        """The highest rate (queries per second) that LoadGen found VALID, and of its VALID runs the
+        one with the highest p99 latency. If no rate is valid, 0 and the last run."""
         step, _ = self.bracket()
         if step is None:
             return 0.0, self.runs[-1][1]

@@ -338,7 +338,11 @@ class ScaleCase(Case):
 
 
 def scale_cases() -> list[ScaleCase]:
-    """The points of all axes, at exponent 1.05; 10 ids per bag (``batch``, ``tables``: 2)."""
+    """Return the cases of all axes: memory of the tables, batch size, number of tables, dim.
+
+    Ids follow a power law with exponent 1.05. Bags have 10 ids; on the axes ``batch`` and
+    ``tables`` 2, so that the largest cases fit.
+    """
     base = Workload(num_rows=(500_000,) * 8, pooling=10)
     points: dict[str, dict[Any, Workload]] = {
         "rows": {f"{size:g}GB": replace(base, num_rows=(int(size * 1e9 / (8 * base.dim * 4)),) * 8)

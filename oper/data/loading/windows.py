@@ -78,7 +78,16 @@ class EpochOrder:
         return rng.permutation(num_rows).astype(np.int32)
 
     def grouped(self, window: int, keys: np.ndarray) -> np.ndarray:
-        """Return row indices int32 [n] that make equal `keys` (int [n]) adjacent, keys shuffled."""
+        """Permute the rows of a window: rows with equal keys become adjacent, in their order, and
+        the keys are shuffled (if there is a shuffle).
+
+        Args:
+            window: number of the window, which determines the shuffle.
+            keys: int [n], key of each row.
+
+        Returns:
+            int32 [n], row indices in the new order.
+        """
         distinct, inverse = np.unique(keys, return_inverse=True)
         order = self.shuffled(window, distinct.size)
         turn = np.empty(distinct.size, np.int32)

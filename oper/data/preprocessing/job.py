@@ -114,7 +114,8 @@ class Job(JobSpec):
             yield
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """Lock the work folder that another process has opened, during the block."""
+        """Use the work folder, which another process of this job has opened, while the block runs;
+        see `WorkFolder.joined`."""
         return self.folder.joined()
 
     def _begin(self, work: Path) -> None:

@@ -208,8 +208,9 @@ class Follower:
                     if not name.endswith((".ids", ".rows", "state", *_OF_KEYS)):
                         file.read(name)
             except _MALFORMED as error:
-                raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
-                                      "rows and a state",
+                raise FileFormatError(what, f"content of {path.name}",
+                                      f"{type(error).__name__}: {error}",
+                                      "changed rows and a dense state, as DeltaCheckpoints writes",
                                       "wait for the next full checkpoint") from error
         rows = _Rows(what, places, self._types or {}, self.refuse)
         return Change(delta.number, delta.step, made / 1e6, rows, dense,
@@ -328,8 +329,10 @@ def _joined(what: str, table: str, pieces: dict[int, list[tuple[np.ndarray, torc
         mine = np.concatenate([i for i, _ in found])
         order = np.argsort(mine, kind="stable")
         if ids is not None and not np.array_equal(ids, mine[order]):
-            raise FileFormatError(what, f"pieces of table {table!r}",
-                                  f"{ids.size} and {mine.size} rows", "the same rows",
+            raise FileFormatError(what, f"rows of table {table!r} in its column shards",
+                                  {"shared": np.intersect1d(ids, mine).size,
+                                   "in one shard only": np.setxor1d(ids, mine).size},
+                                  "the same rows in all column shards of a delta",
                                   "wait for the next full checkpoint")
         ids = mine[order]
         columns.append(torch.cat([v for _, v in found])[torch.from_numpy(order)])

@@ -98,9 +98,11 @@ def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Se
             widths = {c.offsets[1]: c.sizes[1] for c in rows.chunks if c.sizes[1]}
             if rows.size[0] != num_rows or len(widths) not in (1, num_pieces):
                 raise InvalidInputError(
-                    f"cannot load the optimizer state {name!r}", "numbers per row", num_pieces,
-                    f"one, or one for each of the {len(widths)} column pieces of {other!r}",
-                    "load a checkpoint of one model")
+                    f"cannot load the optimizer state {name!r}", "rows, numbers per row",
+                    (num_rows, num_pieces),
+                    f"{rows.size[0]} rows, as in {other!r}, with 1 number each or {len(widths)}, "
+                    "one per column shard",
+                    "load a checkpoint whose rows and optimizer states were saved together")
             if len(widths) == num_pieces:
                 return [widths[column] for column in sorted(widths)]
     return [1] * num_pieces

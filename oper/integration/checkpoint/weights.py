@@ -79,9 +79,10 @@ class Weights:
         elif isinstance(source, Mapping):
             self._values = dict(_flat(source))
         elif not isinstance(source, str | os.PathLike):
-            raise InvalidInputError("cannot read weights", "source", source,
-                                    "a model, a state_dict, a folder or a file",
-                                    "pass one of these")
+            raise InvalidInputError("cannot read weights", "type of their source",
+                                    type(source).__name__,
+                                    "a model, a state_dict, or the path of a folder or file",
+                                    "pass for example model.state_dict(), or a checkpoint's folder")
         else:
             self._values = self._open(Path(source))
         self._prefix = _common_prefix(self._values, list(keys))

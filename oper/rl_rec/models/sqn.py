@@ -146,7 +146,10 @@ class SQN(SASRec):
         return found.flip(0).gather(2, found.argmax(dim=2, keepdim=True)).squeeze(2)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Compute queries for next items, float32 [B, D]; without an actor, mean queries of Q,
-        whose scores differ from Q by a constant per user."""
+        """Compute queries that score next items by an inner product; float32 [B, D].
+
+        They are the outputs of the actor or, without one, the mean queries of the two Q-heads.
+        Scores of the latter are Q up to a constant per user, so that rankings are the same.
+        """
         states = super().encode(histories)
         return states if self.config.actor != "none" else self._heads(states)[0].mean(dim=0)

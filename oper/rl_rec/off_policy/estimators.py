@@ -127,9 +127,9 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
                                 f"int64 [{shape[0]}]", "pass the cluster of every row")
     w = target[at, log.actions] / log.propensities
     if not w.any():
-        raise InvalidInputError("cannot estimate a policy", "weights", 0.0,
-                                "at least one row whose action the target policy can take",
-                                "use a log that contains its actions")
+        raise InvalidInputError("cannot estimate a policy", "largest importance weight", 0.0,
+                                "> 0: a row of the log whose action the target policy can take",
+                                "use a log with actions that the target policy takes")
     rewards = log.rewards.astype(np.float64)
     direct, error = (target * q).sum(1), rewards - q[at, log.actions]
     largest = float(w.max())

@@ -263,8 +263,8 @@ def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed
     Raises InvalidInputError for other methods.
     """
     if method not in METHODS:
-        raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
-                                "choose one of these")
+        raise InvalidInputError("cannot train a policy", "method", method,
+                                f"one of {list(METHODS)}", "correct the name of the method")
     torch.manual_seed(seed)
     model = METHODS[method](log.steps)
     train_offline(model, model, log, options)

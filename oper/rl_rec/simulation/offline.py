@@ -202,8 +202,8 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
         "expert": lambda: Noisy(Oracle(shop), (0.05,)),
         "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 0.5, 2.0)), _STDS)}
     if grade not in policies:
-        raise InvalidInputError("no such behaviour policy", "grade", grade,
-                                f"one of {list(policies)}", "choose one of these")
+        raise InvalidInputError("unknown behaviour policy", "grade", grade,
+                                f"one of {list(policies)}", "correct the name")
     return policies[grade]()
 
 

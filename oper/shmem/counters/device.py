@@ -1,6 +1,6 @@
 """Counters of transfers between ranks for tables in device memory; see `oper.rows.traffic`.
 
-Counts are derived from the arrays that the kernels read (distinct rows of the batch, outboxes,
+Counts are derived from the arrays that the kernels read (distinct rows of the batch, send buffers,
 requests, lists of changed rows) after each pass, which waits for the device. Counting is therefore
 off by default.
 

@@ -148,7 +148,7 @@ class MeasuredTables(LogicalRows):
         return kernel_traffic(self, self.handle, reset)
 
     def memory_bytes(self) -> dict[str, list[int]]:
-        """Return the size in bytes of rows, replicas and optimizer states, without outboxes, by
+        """Return the size in bytes of rows, replicas and optimizer states, without send buffers, by
         kind of memory and rank: ``{"device": [W], "host": [W]}``."""
         return self._layout.memory_bytes(self.directories)
 

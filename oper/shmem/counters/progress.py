@@ -48,12 +48,12 @@ class Progress:
         return barrier_states(self._tables.handle)
 
     def missing(self) -> set[int]:
-        """Return the ranks that have exited and, if this rank has given up, those it waited for.
+        """Return the ranks that have exited and, if this rank has aborted, those it waited for.
 
         The latter notice this at their next arrival. Raises OperError if the tables are closed.
         """
         late = set()
-        # Arrivals must be read after the rank has given up, see `Barrier::arrive`.
+        # Arrivals must be read after the rank has aborted, see `Barrier::arrive`.
         if any(c.absent == GIVEN_UP for c in self.counts()[self._rank:self._rank + 1]):
             arrivals = [c.arrivals for c in self.counts()]
             late = {r for r, n in enumerate(arrivals) if n < arrivals[self._rank]}

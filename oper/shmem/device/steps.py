@@ -22,15 +22,15 @@ from oper.shmem.exchange.device_push import PushMessages
 from oper.shmem.exchange.device_squares import PieceRows, exchange_squares, list_rows
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import StepArrays
-from oper.shmem.settings import OUTBOX_ENV
+from oper.shmem.settings import SEND_BUFFER_ENV
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # Status codes in addition to `Status`, numbered as in csrc/bindings/device/tables.h.
 _NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
-# The keys of a batch may take 1 / KEYS_SHARE of the outbox's size. Owners, who receive the keys of
-# all W ranks, briefly need W times as much.
+# The keys of a batch may take 1 / KEYS_SHARE of the send buffer's size. Owners, who receive the
+# keys of all W ranks, briefly need W times as much.
 KEYS_SHARE = 64
 
 
@@ -177,13 +177,13 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
                         "of its table",
                         "use smaller batches")
     if code == Status.IDS_WITHOUT_BAGS:
-        raise InvalidInputError("bag lengths do not fit the ids", "number of ids", detail,
-                                "0, since there are no bags",
-                                "pass lengths and ids of the same bags")
+        raise InvalidInputError("the lengths of a batch do not match its ids", "number of ids",
+                                detail, "0, since the batch has no lengths",
+                                "pass one length per key and sample, or no ids")
 
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
-                specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
+                specs: Mapping[str, TableSpec], send_buffer_bytes: int) -> NoReturn:
     """Raise an error that kernels have found, possibly in an earlier batch than the last one.
 
     `found`: status code, rank and detail, see ErrorWord in csrc/device/device.h.
@@ -196,14 +196,17 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                                 "map ids to rows first, or enlarge the table; no rank has updated "
                                 "rows with that batch")
     if code == Status.BAD_LENGTHS:
-        raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
-                                detail, "no negative length, and a sum equal to the number of ids",
-                                "pass lengths and ids of the same bags")
+        raise InvalidInputError("the lengths of a batch do not match its ids",
+                                "a negative length, or the sum of all lengths", detail,
+                                "lengths >= 0 whose sum is the number of ids",
+                                "pass the lengths of the bags that contain these ids, not offsets; "
+                                "no rank has updated rows with that batch")
     if code == Status.TOO_MANY_KEYS:
-        raise OperError("the distinct keys of a batch do not fit their part of the outbox", "keys",
-                        detail, f"12 bytes for each, in all at most 1/{KEYS_SHARE} of {OUTBOX_ENV}",
-                        f"raise {OUTBOX_ENV} or use a smaller batch; no rank has updated rows with "
-                        "that batch")
+        raise OperError("the distinct keys of a batch do not fit their part of the send buffer",
+                        "keys", detail,
+                        f"12 bytes for each, in all at most 1/{KEYS_SHARE} of {SEND_BUFFER_ENV}",
+                        f"raise {SEND_BUFFER_ENV} or use a smaller batch; no rank has updated rows "
+                        "with that batch")
     if code == Status.REFUSED_BEFORE:
         raise InvalidInputError("cannot train on a batch", "batch", "refused in its lookup",
                                 "a batch whose lookup found no error",
@@ -216,4 +219,4 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                         "make the same calls on all ranks; with several memory domains lookups "
                         "without gradients are collective, too")
     names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS, Status.PEER_REFUSED_BATCH)
-    raise_status(code, rank if names_rank else detail, outbox_bytes)
+    raise_status(code, rank if names_rank else detail, send_buffer_bytes)

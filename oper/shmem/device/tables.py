@@ -32,14 +32,14 @@ from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_heap import release
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.passes import Backward
-from oper.shmem.placement.outbox import reserved_bytes
-from oper.shmem.settings import deadline_s, outbox_bytes
+from oper.shmem.placement.send_buffer import reserved_bytes
+from oper.shmem.settings import deadline_s, send_buffer_bytes
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
-# Default size of the outbox: a share of the device's memory, and the minimum.
+# Default size of the send buffer: a share of the device's memory, and the minimum.
 _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
-# Rows of a rank, which updates number with 32 bits (Inbox in csrc/device/device.h).
+# Rows of a rank, which updates number with 32 bits (ReceiveLists in csrc/device/device.h).
 _MOST_OWNED = 1 << 32
 
 
@@ -101,7 +101,7 @@ class DeviceTables(ShardedTables):
             raise PlanError("cannot shard tables in device memory", "dtypes of tables", codes,
                             " or ".join(DTYPE_BYTES), "keep quantised tables in host memory")
         exchange = 0
-        if self._uses_outboxes and (self.group.world_size > 1 or self._needs_exchange()):
+        if self._uses_send_buffers and (self.group.world_size > 1 or self._needs_exchange()):
             owned = int(np.sum([d.num_slots for d in self.directories], axis=0).max())
             if owned > _MOST_OWNED:
                 raise PlanError("cannot train tables in device memory", "rows that a rank owns",
@@ -116,11 +116,11 @@ class DeviceTables(ShardedTables):
         self._heap = self.arenas.heap  # type: ignore[assignment]
 
     def open_keys(self, rules: Mapping[str, DynamicTable]) -> None:
-        least = min(self.group.all_gather(outbox_bytes(self._exchange_bytes())))
+        least = min(self.group.all_gather(send_buffer_bytes(self._exchange_bytes())))
         self.keys = DeviceKeys(self, rules, least // KEYS_SHARE)
 
     def _exchange_bytes(self) -> int:
-        """Return the limit on an outbox, in bytes, if ``OPER_OUTBOX_BYTES`` is not set."""
+        """Return the limit on a send buffer, in bytes, if ``OPER_SEND_BUFFER_BYTES`` is not set."""
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -143,7 +143,7 @@ class DeviceTables(ShardedTables):
         rank, arenas = self.group.rank, self.arenas
         handle = int(torch.ops.oper.device_context_create(
             *self._context_arguments(), torch.from_numpy(arenas.pads),
-            int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank],
+            int(deadline_s() * 1000), self._addresses[rank], self._layout.send_buffer[rank],
             self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
@@ -222,7 +222,7 @@ class DeviceTables(ShardedTables):
         """Raise the error that kernels found, and reset it so that later batches are processed."""
         found = self.found_error()
         torch.ops.oper.device_context_forget_error(self.handle)
-        raise_found(found, self.features, self.specs, self.arenas.outbox_bytes)
+        raise_found(found, self.features, self.specs, self.arenas.send_buffer_bytes)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if code == Status.BAD_BATCH:

@@ -2,9 +2,9 @@
 
 Phases, headers, messages and checks are those of the host back end (csrc/common/exchange.h). Within
 a domain kernels read their peers' memory. Data from *remote* ranks, those of other domains, is
-stored like their outboxes, requests and partial sums (a *mirror*), so kernels read it in the same
-way. One kernel packs messages, another unpacks them; collectives of torch.distributed (NCCL if
-available) send them.
+received into *shadow receive buffers* with the form of those ranks' send buffers, requests and
+partial sums, so kernels read it in the same way. One kernel packs messages, another unpacks them;
+collectives of torch.distributed (NCCL if available) send them.
 
 Collectives need message sizes that only the device knows: each phase waits for the device once or
 twice, and such steps cannot be captured in a CUDA graph. Gradients of pushed rows are reduced by
@@ -36,11 +36,11 @@ from oper.shmem.protocol import Tables
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 _COUNTS = 3  # per table, Messages::kCounts
-_OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/device/device.h
+_SEND_BUFFER = struct.Struct("<4q")  # SendBufferHeader in csrc/device/device.h
 
 
 def segment_bytes(num_tables: int, world_size: int) -> int:
-    """Return the size in bytes of the array of segment bounds in an outbox or a request."""
+    """Return the size in bytes of the array of segment bounds in a send buffer or a request."""
     return (4 * (num_tables * world_size + 1) + 7) // 8 * 8
 
 
@@ -170,9 +170,9 @@ class DeviceExchange(Exchange):
         Raises:
             OperError: kernels of this rank have found an error, or another rank reports one.
         """
-        outbox_bytes = self._tables.arenas.outbox_bytes
+        send_buffer_bytes = self._tables.arenas.send_buffer_bytes
         if self._failed is not None:
-            raise_status(*self.check(*self._failed), outbox_bytes)
+            raise_status(*self.check(*self._failed), send_buffer_bytes)
         code, culprit, _ = self._tables.found_error()
         theirs, *found = torch.ops.oper.device_exchange_headers(
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
@@ -190,7 +190,7 @@ class DeviceExchange(Exchange):
     def _stop(self, code: int, detail: int) -> NoReturn:
         if code != Status.TRANSPORT_FAILED:
             self._failed = code, detail
-        raise_status(*self.check(code, detail), self._tables.arenas.outbox_bytes)
+        raise_status(*self.check(code, detail), self._tables.arenas.send_buffer_bytes)
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
@@ -281,15 +281,15 @@ class DeviceExchange(Exchange):
     def send_gradients(self) -> None:
         """Send the reduced gradients of remote rows to their owners. Collective."""
         T, W = len(self.order), self._size
-        box = int(self._tables.arenas.outboxes[self.rank])
-        size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
+        box = int(self._tables.arenas.send_buffers[self.rank])
+        size = _SEND_BUFFER.size + segment_bytes(T, W) + 8 * T
         own = self.words(box, size // 4).cpu().numpy().view(np.uint8)
-        slots_at, rows_at, num_runs, _ = _OUTBOX.unpack(own[:_OUTBOX.size].tobytes())
-        segments = own[_OUTBOX.size:][:4 * (T * W + 1)].view(np.uint32).astype(np.int64)
+        slots_at, rows_at, num_runs, _ = _SEND_BUFFER.unpack(own[:_SEND_BUFFER.size].tobytes())
+        segments = own[_SEND_BUFFER.size:][:4 * (T * W + 1)].view(np.uint32).astype(np.int64)
         offsets = own[size - 8 * T:].view(np.int64)
         begin, end = (x.reshape(T, W).T for x in (segments[:-1], segments[1:]))
         counts = self.counts()
-        if num_runs >= 0:  # else the outbox is full
+        if num_runs >= 0:  # else the send buffer is full
             counts[self.remote, :, 0] = (end - begin)[self.remote]
         self.begin(Phase.GRADIENTS, counts)
         _, self._received = self.exchange(  # memory is needed until the next step's gradients
@@ -302,8 +302,9 @@ class DeviceExchange(Exchange):
         """Return where ranks store sums of squares in the exchange `round_number` of a step.
 
         Returns:
-            int64 [T, W], the address of the number of slot 0 of each table at each rank of this
-            domain; others are invalid.
+            int64 [T, W]: for each table and rank of this domain, the address of the sum (float32)
+            of the rank's slot 0, which those of slots 1, 2, ... follow. Undefined for ranks of
+            other domains.
         """
         arenas = self._tables.arenas
         num_slots = np.array([d.num_slots for d in self.of_key])

@@ -2,7 +2,8 @@
 
 A reader sends the owners of its pushed ids the ids' slots, one bit per id that marks the first id
 of a bag, and weights; an owner returns the partial sums of the bags. Requests and sums of remote
-ranks are stored in mirrors (`oper.shmem.exchange.device`), whose addresses change with each batch.
+ranks are stored in shadow receive buffers (`oper.shmem.exchange.device`), whose addresses change
+with each batch.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class PushMessages:
 
     def exchange_requests(self) -> None:
         """Send this rank's requests to remote owners, and store the requests of remote readers in
-        mirrors. Collective."""
+        shadow receive buffers. Collective."""
         x = self._exchange
         own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
         counts = x.counts()
@@ -109,9 +110,9 @@ class PushMessages:
         self._keep += [slots, weights]
         split = [int(_words(ids[r]).sum()) for r in x.remote]
         for r, part in zip(x.remote, words.split(split), strict=True):
-            self._mirror(r, ids[r], self._begins(r, ids[r], part),
-                         int(places[0, r, 0]), int(places[2, r].max()) and int(
-                             weights.data_ptr() + 4 * ids[:r].sum()))
+            self._store_request(r, ids[r], self._begins(r, ids[r], part),
+                                int(places[0, r, 0]), int(places[2, r].max()) and int(
+                                    weights.data_ptr() + 4 * ids[:r].sum()))
 
     def _bits(self, own: Request) -> torch.Tensor:
         """Return the bits that mark the first id of each run, for remote owners.
@@ -151,8 +152,16 @@ class PushMessages:
         return torch.cat([flagged + x.spread(shift, runs), flagged.new_full((1,), int(n.sum()))]
                          ).to(torch.int32)
 
-    def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
-        """Write the mirror of remote reader r's request; `n`: int64 [T], its ids by table."""
+    def _store_request(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int
+                       ) -> None:
+        """Write the header and bounds of remote reader r's request to a shadow receive buffer.
+
+        Args:
+            r: the reader's rank.
+            n: int64 [T], number of its ids by table.
+            begin: first id of each bag, int32 on this device.
+            slots, weights: addresses of the received slots and weights (0 = no weights).
+        """
         x, runs, rank = self._exchange, self._runs[r], self._tables.group.rank
         # Offsets of this owner's sums, as open_request_kernel computes them.
         floats = -(-runs * x.dims // 4) * 4
@@ -160,23 +169,23 @@ class PushMessages:
         offsets[:, rank] = np.cumsum(floats) - floats
         num_bytes = segment_bytes(*offsets.shape)
         size = _HEADER.size + num_bytes + offsets.nbytes
-        mirror = torch.empty(size // 8, dtype=torch.int64, device=begin.device)
-        base = mirror.data_ptr()
+        shadow = torch.empty(size // 8, dtype=torch.int64, device=begin.device)
+        base = shadow.data_ptr()
         head = _HEADER.pack(int(runs.sum()), slots - base, begin.data_ptr() - base, 0,
                             weights and weights - base)
-        # This rank is the only owner in the mirror.
+        # This rank is the only owner in this copy.
         before = np.cumsum(runs)[:, None] - runs[:, None]
         segments = before + runs[:, None] * (np.arange(self.requests.size) > rank)
         bounds = np.append(segments, runs.sum()).astype(np.uint32).tobytes()
-        mirror.copy_(torch.frombuffer(
+        shadow.copy_(torch.frombuffer(
             bytearray(head + bounds.ljust(num_bytes, b"\0") + offsets.tobytes()),
             dtype=torch.int64))
-        self._keep += [mirror, begin]
+        self._keep += [shadow, begin]
         self.requests[r] = base
 
     def exchange_partials(self) -> None:
         """Send the sums of bags to their remote readers, and store the sums of remote owners in
-        mirrors. Collective."""
+        shadow receive buffers. Collective."""
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.remote, :, 0] = self._runs[x.remote]

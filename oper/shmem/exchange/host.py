@@ -1,9 +1,10 @@
 """The exchange between memory domains for tables in host memory.
 
 Within a domain ranks read each other's memory. Data from ranks of other domains is received into
-local copies (mirrors) of their outboxes, see csrc/host/exchange/exchange.h. The kernels read
-outboxes and mirrors in the same way and order, so results are bitwise those of a single domain. The
-operators call back into this module to send and receive bytes.
+*shadow receive buffers*, which have the headers of the senders' send buffers, see
+csrc/host/exchange/exchange.h. The kernels read both in the same way and order, so results are
+bitwise those of a single domain. The operators call back into this module to send and receive
+bytes.
 """
 
 from __future__ import annotations
@@ -141,26 +142,26 @@ class Exchange:
             self._abort_after(error)
             raise error
         if code == Status.TRANSPORT_FAILED:  # in an earlier exchange, which has raised the error
-            code, detail = Status.PEER_GAVE_UP, self._group.rank
+            code, detail = Status.PEER_ABORTED, self._group.rank
         if code == Status.OTHER_PHASE:
             self._raise_elsewhere(detail)
         if code == Status.IMPOSSIBLE_MESSAGE:
-            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
+            self._transport.abort(Verdict(Status.PEER_ABORTED, detail, at))
             raise OperError(
                 "a rank of another memory domain has sent invalid data",
                 "rank", detail, "counts and slots that fit this rank's plan",
                 "start all ranks with the same version, model and plan")
         if code == Status.NO_MEMORY_FOR_MESSAGE:
-            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
+            self._transport.abort(Verdict(Status.PEER_ABORTED, detail, at))
             raise OperError("there is not enough memory for the data of a rank of another memory "
                             "domain", "rank", detail,
                             "enough memory for the rows and gradients of its batch",
                             "use smaller batches; if they are small, check that rank's log")
         if code == Status.OTHER_SETTINGS:  # the caller raises the error, as all ranks do
-            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
+            self._transport.abort(Verdict(Status.PEER_ABORTED, detail, at))
         if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
-            self._transport.give_up(verdict)
+            self._transport.abort(verdict)
             raise_verdict(verdict, self._group)
         return code, detail
 
@@ -172,10 +173,11 @@ class Exchange:
         if len(set(sequence)) > 1:
             behind = min(range(len(sequence)), key=lambda r: (sequence[r], r))
             raise_verdict(Verdict(Status.OTHER_PHASE, behind, phases[0]), self._group)
-        raise OperError("ranks are not at the same exchange", "rank", rank,
-                        "the same lookups, updates and message_bits on all ranks",
-                        "make the same calls on all ranks; with several memory domains lookups "
-                        "without gradients are collective, too")
+        raise OperError("the exchange header of a rank contradicts this rank's", "rank", rank,
+                        "the same call on the same tables, with the same message_bits",
+                        "shard with the same message_bits and make the same lookups and updates on "
+                        "all ranks; with several memory domains lookups without gradients are "
+                        "collective, too")
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
         """Return the phase and the sequence number of each rank's last header."""
@@ -215,8 +217,8 @@ class Exchange:
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
             if code:
-                verdict = Verdict(Status.PEER_GAVE_UP, rank, mine)
-                self._transport.give_up(verdict)
+                verdict = Verdict(Status.PEER_ABORTED, rank, mine)
+                self._transport.abort(verdict)
                 raise_verdict(verdict, self._group)
         phases = [CollectivePhase(h[6], h[0]) for h in heads]
         if any(at != mine for at in phases):
@@ -239,8 +241,8 @@ class Exchange:
     def _abort_after(self, error: BaseException) -> None:
         """Notify the peers of an error of this rank, unless the transport has done so."""
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
-            self._transport.give_up(
-                Verdict(Status.PEER_GAVE_UP, self._group.rank, self._transport.at))
+            self._transport.abort(
+                Verdict(Status.PEER_ABORTED, self._group.rank, self._transport.at))
 
     def send(self, messages: Mapping[int, torch.Tensor],
              read: Callable[[torch.Tensor], _Content | None], phase: int) -> list[_Content]:
@@ -337,9 +339,11 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
         part, piece = of
         rows = serve(part.rstrip(b"\0").decode(), piece)
         if not 0 <= columns.start < columns.stop <= rows.shape[1]:
-            raise IndexError(f"columns {columns.start}..{columns.stop} of {rows.shape[1]}")
+            raise IndexError(f"columns {columns.start}..{columns.stop} of a column shard with "
+                             f"{rows.shape[1]} columns")
         if piece < 0 or int(index.min()) < 0 or int(index.max()) >= rows.shape[0]:
-            raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
+            raise IndexError(f"slots {int(index.min())}..{int(index.max())} of a column shard "
+                             f"with {rows.shape[0]} rows here")
     except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
         raise _no_request(error) from error
     wanted = rows[index.to(rows.device)][:, columns].reshape(-1).cpu()
@@ -348,7 +352,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 def _no_request(found: object) -> OperError:
     return OperError("a rank of another memory domain requests rows that do not exist", "request",
-                     found, "parts, pieces and slots that fit this rank's plan",
+                     found, "a table part, column shard and slots that this rank's plan has",
                      "start all ranks with the same version, model and plan")
 
 

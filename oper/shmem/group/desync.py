@@ -139,7 +139,7 @@ class Register:
 
     def waits(self, rank: int) -> CollectivePhase | None:
         """Return the phase in which a rank of this memory domain waits for other ranks of the
-        domain, or waited when it gave up; None if it does not wait."""
+        domain, or waited when it aborted; None if it does not wait."""
         for number, states in self.barriers().items():
             mine = states[self._live[number].members.index(rank)]
             if _is_ahead(mine, states):
@@ -148,7 +148,7 @@ class Register:
 
 
 def _is_ahead(state: BarrierState, states: list[BarrierState]) -> bool:
-    """Return whether a rank waits for another rank at a barrier, or waited when it gave up."""
+    """Return whether a rank waits for another rank at a barrier, or waited when it aborted."""
     return state.absent != _CLOSED and any(x.arrivals < state.arrivals for x in states)
 
 
@@ -210,13 +210,13 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
         found = out_of_step(code, phases, rank)
     else:
         found = Verdict(code, rank, here)
-    torch.ops.oper.context_give_up(tables.handle, found.pack())
+    torch.ops.oper.context_abort(tables.handle, found.pack())
     return found
 
 
 def _recorded_verdict(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
                       ) -> Verdict | None:
-    """Return a verdict that rank `me` or a rank that gave up has recorded at collection `own`, or
+    """Return a verdict that rank `me` or a rank that aborted has recorded at collection `own`, or
     that rank `peer` has recorded at any collection; None if there is none."""
     states = [barriers[own][me], barriers[own][peer], *(b[peer] for b in barriers.values())]
     states += [x for x in barriers[own] if x.absent == GIVEN_UP]
@@ -327,7 +327,7 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
     else:
         what: dict[int, str] = {Status.PEER_ENDED: "a peer process has ended",
                                 Status.PEER_CLOSED: f"{who} has closed its tables"}
-        error = PeerLostError(f"{what.get(code, f'{who} has given up this exchange')} before "
+        error = PeerLostError(f"{what.get(code, f'{who} has aborted this exchange')} before "
                               f"{phase}", "rank", rank,
                               "all ranks alive" if code == Status.PEER_ENDED
                               else "no error on any rank",

@@ -2,7 +2,7 @@
 
 A collective that waits for a dead or stalled peer does not report which peer it is. Every pair of
 ranks therefore keeps one TCP connection: the kernel closes it when a process exits, a rank that
-gives up reports this over it, and a rank that has waited too long requests the peers' progress.
+aborts reports this over it, and a rank that has waited too long requests the peers' progress.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LivenessMonitor:
             at, waits = self._status()
             self._send(rank, _ANSWER, self.count, at.pack() + _WAITS * waits)
         elif what == _GAVE_UP:
-            self._record(Verdict.unpack(int(a)) or Verdict(Status.PEER_GAVE_UP, rank, self.at))
+            self._record(Verdict.unpack(int(a)) or Verdict(Status.PEER_ABORTED, rank, self.at))
         else:
             with self._changed:
                 self._answers[rank] = int(a), CollectivePhase.unpack(int(b)), bool(b & _WAITS)
@@ -157,10 +157,10 @@ class LivenessMonitor:
             found = Verdict(Status.PEER_LATE, behind, common_phase(waited or [self.at]))
         else:
             found = out_of_step(Status.PEER_LATE, [answers[r][1] for r in ranks], missed)
-        # A peer that gave up in the meantime has reported its own verdict, which takes precedence.
+        # A peer that aborted in the meantime has reported its own verdict, which takes precedence.
         return self.failure or found
 
-    def give_up(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:
         """Notify all peers that this rank no longer takes part, and of its verdict; its own next
         exchange, of any collection, fails too."""
         self._record(verdict)

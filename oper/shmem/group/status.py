@@ -10,10 +10,10 @@ class Status(IntEnum):
 
     PEER_ENDED = 1
     PEER_LATE = 2
-    OUTBOX_FULL = 3
+    SEND_BUFFER_FULL = 3
     ID_OUT_OF_RANGE = 4
     BAD_LENGTHS = 5
-    PEER_GAVE_UP = 6
+    PEER_ABORTED = 6
     TRANSPORT_FAILED = 7  # between memory domains; the exchange has stored its error
     OTHER_PHASE = 8
     IMPOSSIBLE_MESSAGE = 9
@@ -45,5 +45,5 @@ NOT_BEGUN = (Status.BAD_BATCH, Status.BAD_LENGTHS, Status.BAG_OUT_OF_RANGE, Stat
              Status.IDS_WITHOUT_BAGS)
 
 #: Failures that `oper.shmem.group.desync` attributes to a rank.
-PEER_FAILURES = (Status.PEER_ENDED, Status.PEER_LATE, Status.PEER_GAVE_UP, Status.OTHER_PHASE,
+PEER_FAILURES = (Status.PEER_ENDED, Status.PEER_LATE, Status.PEER_ABORTED, Status.OTHER_PHASE,
                  Status.PEER_CLOSED)

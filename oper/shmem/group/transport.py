@@ -52,7 +52,7 @@ class Transport(Protocol):
                 ``recv_bytes[r]`` must equal its entry in rank r's `send_bytes`.
 
         Raises:
-            PeerLostError: a peer has ended or given up; all peers are notified.
+            PeerLostError: a peer has ended or aborted; all peers are notified.
             DeadlineError: a peer did not arrive in time; all peers are notified.
         """
 
@@ -63,7 +63,7 @@ class Transport(Protocol):
     def attribute(self, verdict: Verdict) -> Verdict:
         """Replace a preliminary verdict by the final one, using the other ranks' reports."""
 
-    def give_up(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:
         """Notify the other ranks that this rank no longer takes part, and of its verdict."""
 
 
@@ -96,7 +96,7 @@ class ThreadTransport:
     def attribute(self, verdict: Verdict) -> Verdict:
         return verdict
 
-    def give_up(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:
         pass
 
 
@@ -170,7 +170,7 @@ class _MonitoredTransport(ABC):
     def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
               ) -> NoReturn:
         """Notify all peers of a verdict, and raise its error."""
-        self.give_up(verdict)
+        self.abort(verdict)
         try:
             raise_verdict(verdict, self._whole, detail=detail)
         except OperError as error:
@@ -181,8 +181,8 @@ class _MonitoredTransport(ABC):
             return self._monitor.find_late(verdict.rank)
         return self._monitor.wait_for_failure(_SLICE_S) or verdict
 
-    def give_up(self, verdict: Verdict) -> None:
-        self._monitor.give_up(verdict)
+    def abort(self, verdict: Verdict) -> None:
+        self._monitor.abort(verdict)
 
     def hold(self, owner: object) -> Callable[[], object]:
         token = object()

@@ -1,9 +1,9 @@
 """Serialization of the threads of one rank that use the same tables.
 
 Lookups without gradients share no state and run concurrently. Lookups whose backward pass updates
-the tables, these backward passes, and all collective calls share workspaces, outbox and counters,
-so a lock serializes them. Code that holds the lock never waits for another thread of this rank, so
-autograd's threads may acquire it without deadlock.
+the tables, these backward passes, and all collective calls share workspaces, send buffer and
+counters, so a lock serializes them. Code that holds the lock never waits for another thread of this
+rank, so autograd's threads may acquire it without deadlock.
 
 With several ranks, all ranks must make the same collective calls in the same order. Two threads
 that train at the same time would break this order, so the second thread gets an error.

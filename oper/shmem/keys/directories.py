@@ -46,7 +46,7 @@ from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.protocol import Tables
-from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
+from oper.shmem.settings import SEND_BUFFER_ENV, send_buffer_bytes
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
 CHUNK_RECORDS = 1 << 20  # records that are read or checked at once
@@ -131,11 +131,11 @@ class Keys:
         group: Group = tables.group
         if not tables.is_one_domain:
             group = DomainGroup(tables.group, list(tables.members))
-        seen_bytes = outbox_bytes()
+        seen_bytes = send_buffer_bytes()
         sizes = [operators.keys_num_bytes(rank, group.world_size, seen_bytes, *self._arguments)
                  for rank in range(group.world_size)]
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
-        self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
+        self._heap = HostHeap(group, [n for _, n in sizes], num_send_buffer_bytes=seen_bytes)
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *self._arguments, self._table_of))
         # Huge pages, since buckets are read in random order.
@@ -198,9 +198,9 @@ class Keys:
     # ---- updates ---------------------------------------------------------------------------------
 
     def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
-        """Write the keys that a batch's lookups found and missed to this rank's outbox, from which
-        the following backward pass updates the directories. Collective with several memory domains
-        or replica groups.
+        """Write the keys that a batch's lookups found and missed to this rank's send buffer, from
+        which the following backward pass updates the directories. Collective with several memory
+        domains or replica groups.
 
         Args:
             batch: the batch.
@@ -209,7 +209,7 @@ class Keys:
         Raises:
             InvalidInputError: an update after the lookup has given one of its rows to another key;
                 all ranks skip this batch.
-            OperError: the keys do not fit the outbox; all ranks skip this batch.
+            OperError: the keys do not fit the send buffer; all ranks skip this batch.
             PeerLostError: a rank of another memory domain or replica group has refused its batch
                 or has ended.
         """
@@ -241,10 +241,11 @@ class Keys:
         if left == _CLOCK_AT_END:
             raise clock_at_end(list(self.tables)[number])
         assert left == _NO_ROOM
-        raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
+        raise OperError("the keys of a batch do not fit the send buffer", SEND_BUFFER_ENV,
+        send_buffer_bytes(),
                         "8 bytes for each of its distinct keys, 16 for those without a row; also "
                         "for keys received from other hosts",
-                        f"raise {OUTBOX_ENV} or use a smaller batch")
+                        f"raise {SEND_BUFFER_ENV} or use a smaller batch")
 
     def note_update(self) -> None:
         """Record that an update has been made."""

@@ -19,7 +19,7 @@ from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-_SMALL_BYTES = 64 << 10  # size of an unused outbox
+_SMALL_BYTES = 64 << 10  # size of an unused send buffer
 
 
 def _up(num_bytes: int) -> int:
@@ -34,13 +34,13 @@ class DeviceArenas:
         group: all ranks. Creation is collective.
         domain: ranks of this memory domain; None = all ranks.
         device: this rank's device.
-        exchange_bytes: size of an outbox and, in push mode, of each rank's requests and of its
+        exchange_bytes: size of a send buffer and, in push mode, of each rank's requests and of its
             partial sums; 0 = not needed.
         pushes: whether any tier is in push mode.
         clipped: names of the tables whose optimizer has `max_row_norm`.
 
     Attributes:
-        layout: offsets in the arenas, up to the end of the outbox.
+        layout: offsets in the arenas, up to the end of the send buffer.
         heap: the memory of the arenas.
         addresses: int [W], addresses of the arenas, 0 = in another memory domain.
         pads, requests, partials: int64 [W], addresses of barrier words, requests and partial sums;
@@ -72,14 +72,14 @@ class DeviceArenas:
             for at in (pads, requests, requests + self.partial_bytes))
 
     @property
-    def outboxes(self) -> np.ndarray:
-        """Addresses of the outboxes, int64 [W]; undefined for ranks of other memory domains."""
-        return np.array(self.addresses, np.int64) + np.array(self.layout.outbox)
+    def send_buffers(self) -> np.ndarray:
+        """Addresses of the send buffers, int64 [W]; undefined for ranks of other memory domains."""
+        return np.array(self.addresses, np.int64) + np.array(self.layout.send_buffer)
 
     @property
-    def outbox_bytes(self) -> int:
-        """Size of a rank's outbox."""
-        return self.layout.outbox_bytes
+    def send_buffer_bytes(self) -> int:
+        """Size of a rank's send buffer."""
+        return self.layout.send_buffer_bytes
 
     def is_local(self, rank: int) -> bool:
         """Return whether this rank can address the memory of `rank`."""

@@ -21,8 +21,8 @@ class StepArrays:
     """
 
     def __init__(self, handle: int) -> None:
-        keys, begin, num_runs, *inbox = torch.ops.oper.device_arrays(handle)
-        self._keys, self._begin, self._num_runs, self._inbox = keys, begin, num_runs, inbox
+        keys, begin, num_runs, *lists = torch.ops.oper.device_arrays(handle)
+        self._keys, self._begin, self._num_runs, self._lists = keys, begin, num_runs, lists
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys of the batch's distinct rows, int64 [R], ascending, and the index of each
@@ -36,7 +36,7 @@ class StepArrays:
 
         int64 [W, T + 1] by sender and table in the order of keys. Valid within an update.
         """
-        return self._inbox[0].cpu().numpy().reshape(world_size, -1)
+        return self._lists[0].cpu().numpy().reshape(world_size, -1)
 
     def merged_slots(self, directories: Sequence[TableDirectory], table: int, rank: int
                      ) -> np.ndarray:
@@ -49,7 +49,7 @@ class StepArrays:
             rank: this rank.
         """
         begin = self.lists(directories[table].world_size)
-        rows = self._inbox[1].view(len(begin), -1)
+        rows = self._lists[1].view(len(begin), -1)
         every = torch.unique(unsigned(torch.cat(
             [x[a:b] for x, (a, b) in zip(rows, begin[:, table:table + 2].tolist(), strict=True)])))
         first = sum(int(d.num_slots[rank]) for d in directories[:table])

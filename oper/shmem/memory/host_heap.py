@@ -45,7 +45,7 @@ class HostHeap:
         num_bytes: int [W], size of each rank's arena; the same list on all ranks.
         host_ranges: [W] lists of ascending [begin, end) of pages for rows with memory ``"host"``,
             which are put into a second segment without huge pages; the same on all ranks.
-        num_outbox_bytes: bytes of each arena's outbox, used in error messages.
+        num_send_buffer_bytes: bytes of each arena's send buffer, used in error messages.
 
     Attributes:
         addresses: int [W], addresses at which the arenas are mapped in this process.
@@ -59,10 +59,10 @@ class HostHeap:
 
     def __init__(self, group: Group, num_bytes: list[int],
                  host_ranges: list[list[tuple[int, int]]] | None = None,
-                 num_outbox_bytes: int = 0) -> None:
+                 num_send_buffer_bytes: int = 0) -> None:
         load()
         self._group = group
-        self._num_outbox_bytes = num_outbox_bytes
+        self._num_send_buffer_bytes = num_send_buffer_bytes
         self._host_ranges = host_ranges or [[] for _ in num_bytes]
         self._sizes = [_page_up(max(1, n)) for n in num_bytes]
         self._control_bytes = _page_up(group.world_size * _LINE_BYTES)
@@ -101,7 +101,7 @@ class HostHeap:
         one = what.startswith("cannot create")
         num_bytes = self._sizes[self._group.rank] if one else sum(self._sizes)
         return no_segment(what, num_bytes, error,
-                          self._num_outbox_bytes * (1 if one else self._group.world_size))
+                          self._num_send_buffer_bytes * (1 if one else self._group.world_size))
 
     def _agree(self, problem: OperError | None) -> None:
         """Raise any rank's error on all ranks, so that none waits for a rank that has failed."""

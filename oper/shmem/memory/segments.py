@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from oper.errors import OperError
-from oper.shmem.settings import OUTBOX_ENV
+from oper.shmem.settings import SEND_BUFFER_ENV
 from oper.tables import format_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -51,19 +51,20 @@ def page_kind(huge_bytes: int, num_bytes: int) -> str:
     return "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else f"{share:.0%} 2MiB, rest 4KiB"
 
 
-def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
+def no_segment(what: str, num_bytes: int, error: OSError, num_send_buffer_bytes: int = 0
+               ) -> OperError:
     """Return the error for memory that could not be allocated, with the limit and a remedy.
 
     Args:
         what: start of the message, e.g. ``"cannot create the shared arena"``.
         num_bytes: requested bytes.
         error: the system's error.
-        num_outbox_bytes: requested bytes that are for outboxes, which a setting limits.
+        num_send_buffer_bytes: requested bytes that are for send buffers, which a setting limits.
     """
     limit, todo = _limit(error)
-    if num_outbox_bytes:
-        todo += (f", or set {OUTBOX_ENV} below {num_outbox_bytes // 2}, since "
-                 f"{format_bytes(num_outbox_bytes)} of these bytes are for outboxes")
+    if num_send_buffer_bytes:
+        todo += (f", or set {SEND_BUFFER_ENV} below {num_send_buffer_bytes // 2}, since "
+                 f"{format_bytes(num_send_buffer_bytes)} of these bytes are for send buffers")
     return OperError(what, "bytes", num_bytes, limit, f"{todo} ({error.strerror or error})")
 
 

@@ -38,7 +38,7 @@ class GradientGuard:
         """Set the mode; raises InvalidInputError unless it is one of `GUARDS`."""
         if mode not in GUARDS:
             raise InvalidInputError("cannot guard gradients", "gradient_guard", mode,
-                                    f"one of {GUARDS}", "pass one of these")
+                                    f"one of {GUARDS}", "correct the name of the guard")
         self.mode = mode
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor, step: int

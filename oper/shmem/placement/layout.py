@@ -1,4 +1,4 @@
-"""Layout of the arenas: offsets of each rank's rows, optimizer states, replicas and outbox."""
+"""Layout of the arenas: offsets of each rank's rows, optimizer states, replicas and send buffer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class ArenaLayout:
         rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset by directory
             and rank of: the rows, the optimizer states, the replica rows, the list of changed
             master rows, the sums of squared gradients.
-        outbox: int [W], offset of the outbox.
+        send_buffer: int [W], offset of the send buffer.
         num_bytes: int [W], size of the arena.
-        used_bytes: int [W], size of the part before the outbox, for which huge pages are requested.
-        outbox_bytes: size of the outbox.
+        used_bytes: int [W], size of the part before the send buffer, for which huge pages are
+            requested.
+        send_buffer_bytes: size of the send buffer.
         host_ranges: by rank, ascending [begin, end) of the pages that contain only rows in host
             memory, their replicas and their optimizer states.
     """
@@ -42,28 +43,28 @@ class ArenaLayout:
     replicas: np.ndarray
     touched: np.ndarray
     squares: np.ndarray
-    outbox: list[int]
+    send_buffer: list[int]
     num_bytes: list[int]
     used_bytes: list[int]
-    outbox_bytes: int
+    send_buffer_bytes: int
     host_ranges: list[list[tuple[int, int]]]
 
     @staticmethod
-    def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
+    def build(directories: Sequence[TableDirectory], world_size: int, num_send_buffer_bytes: int,
               clipped: Collection[str] = (), page_bytes: int = _PAGE) -> ArenaLayout:
         """Compute the layout for a plan; the result is the same on all ranks.
 
         Args:
             directories: one per column piece of each table.
             world_size: ranks W.
-            num_outbox_bytes: bytes of every rank's outbox.
+            num_send_buffer_bytes: bytes of every rank's send buffer.
             clipped: names of the tables whose optimizer has `max_row_norm`.
             page_bytes: page size; `host_ranges` consist of complete pages.
         """
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
                  for name in ("rows", "momentum1", "momentum2", "replicas", "touched", "squares")}
-        outbox, total, used = [], [], []
+        send_buffer, total, used = [], [], []
         host_ranges: list[list[tuple[int, int]]] = []
         for rank in range(world_size):
             at = 0
@@ -102,11 +103,11 @@ class ArenaLayout:
                 parts["touched"][t, rank] = take(4 * (1 + replicated_slots(d, rank)))
             at = -(-at // (2 << 20)) * (2 << 20)
             used.append(at)
-            outbox.append(at)
-            total.append(at + num_outbox_bytes)
+            send_buffer.append(at)
+            total.append(at + num_send_buffer_bytes)
             host_ranges.append(in_host)
-        return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
-                           outbox_bytes=num_outbox_bytes, host_ranges=host_ranges)
+        return ArenaLayout(**parts, send_buffer=send_buffer, num_bytes=total, used_bytes=used,
+                           send_buffer_bytes=num_send_buffer_bytes, host_ranges=host_ranges)
 
     def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
         """Return bytes of rows, replicas and optimizer states: ``{"device": [W], "host": [W]}``."""
@@ -132,9 +133,9 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
 
     Rows of a tier repeat a pattern of P ranks (P: the sum of its stripe's weights), so a map stores
     two numbers for each place k in the pattern: its value for row ``n * P + k`` of the tier is
-    ``base[k] + n * step[k]``. In the home map the value is the row's home key
+    ``base[k] + n * step[k]``. In the home map the value is the row's linear index
     (`oper.rows.directory`). In the read map it is the address from which `rank` reads the row, or
-    ``-1 - home key`` if `rank` cannot address it.
+    ``-1 - linear index`` if `rank` cannot address it.
 
     Args:
         directories: one per column piece of each table.
@@ -147,8 +148,8 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
     Returns:
         The rank; W; a list of int64 tensors: tables [T, 14], `owner_begin` [T, W + 1], tiers
             [N, 7], maps [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of `touched`
-            and `squares` [T, W] and of outboxes [W] (undefined for other memory domains); bytes of
-            an outbox; a list of the tensors of `TableDirectory.head_map` and `head_order`.
+            and `squares` [T, W] and of send buffers [W] (undefined for other memory domains); bytes
+            of a send buffer; a list of the tensors of `TableDirectory.head_map` and `head_order`.
     """
     bases: list[np.ndarray] = []
     steps: list[np.ndarray] = []
@@ -204,9 +205,9 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
     arrays = [np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
               np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
               np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
-              where[None, :] + layout.squares, where + np.array(layout.outbox, np.int64)]
+              where[None, :] + layout.squares, where + np.array(layout.send_buffer, np.int64)]
     tensors = [torch.from_numpy(x) for x in arrays]
-    return (rank, len(addresses), [*tensors[:4], features, *tensors[4:]], layout.outbox_bytes,
+    return (rank, len(addresses), [*tensors[:4], features, *tensors[4:]], layout.send_buffer_bytes,
             [torch.from_numpy(h).to(device) for h in heads])
 
 

@@ -73,8 +73,12 @@ class Prepared:
     elements: list[tuple[DenseEntry, torch.Tensor, torch.Tensor]]
 
     def places(self, view: BufferRows, dense_at: int) -> Places:
-        """Return what to write where, for ``place_rows``, in the buffer with these rows and dense
-        weights."""
+        """Return the arguments of ``place_rows`` that write these changes to a buffer.
+
+        Args:
+            view: the rows of the buffer.
+            dense_at: address of the buffer's dense weights.
+        """
         to, places, rows = view.places(self.writes)
         for entry, value in self.dense:
             to.append(dense_view(dense_at, entry).view(value.shape))

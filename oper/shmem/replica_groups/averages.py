@@ -30,9 +30,8 @@ def mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Te
          ) -> torch.Tensor:
     """Return the means of rows over the groups that contribute them, float32 [n, columns].
 
-    The mean of count rows x is computed as x0 + sum(x - x0) / count, where x0 is the first of them,
-    so that the mean of equal rows is exactly that row; and as sum(x) / count in double precision
-    where that is not finite.
+    The mean of n rows x0, x1, ... is computed as x0 + sum(xk - x0) / n, so that the mean of equal
+    rows is exactly that row. Where this is not finite, it is sum(xk) / n in double precision.
 
     Args:
         union: slots of the result's rows, ascending [n]; each is in at least one of `slots`.

@@ -30,7 +30,8 @@ class SynchronizedRows(ChangedRows):
         return self._now() == self._of
 
     def add(self, slots: Sequence[np.ndarray]) -> None:
-        """Note that a synchronization has replaced rows, by directory, uint32 [n], ascending."""
+        """Record the rows that a synchronization has replaced: slots by directory, uint32 [n],
+        ascending."""
         self._slots = [union_of(x) for x in zip(self._slots, slots, strict=True)]
         self.accept()
 
@@ -44,5 +45,5 @@ class SynchronizedRows(ChangedRows):
         return found
 
     def stop(self) -> None:
-        """Stop noting rows."""
+        """Stop tracking replaced rows."""
         self.tables.replicas.followers.discard(self)

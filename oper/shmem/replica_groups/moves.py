@@ -47,7 +47,7 @@ def begin_move(tables: Any, plan: Plan, bytes_per_step: int | None, make: Callab
         raise problem
     if not all(able):
         move.stop()
-        raise OperError(what, "replica groups that cannot",
+        raise OperError(what, "replica groups that cannot start the move",
                         [g for g, x in enumerate(able) if not x], "none",
-                        "see the error of these groups")
+                        "see the errors of the ranks of these groups")
     return move

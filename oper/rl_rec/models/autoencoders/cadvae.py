@@ -381,7 +381,10 @@ class CaDVAE(Recommender):
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Infer z, float32 [B, K, d], from the mean of eps."""
+        """Infer the latent vectors z of the concepts, float32 [B, K, d].
+
+        The noise eps, of which the graph makes z, is set to its posterior mean.
+        """
         items, lengths = positives(histories)
         rows = self.item_out(items) if self.shares is None else None
         return self.structure(self.infer(lengths, items, self.item_concepts(items, rows))[0])

@@ -1,14 +1,15 @@
-"""Size of a rank's outbox, the memory in which it leaves gradients and sums for other ranks."""
+"""Size of a rank's send buffer, the memory in which it leaves gradients and sums for other
+ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from oper.rows.directory import TableDirectory
-from oper.shmem.settings import outbox_bytes
+from oper.shmem.settings import send_buffer_bytes
 
 _PAGE, _HUGE = 4096, 2 << 20
-_SMALL = 4096  # size of an unused outbox
+_SMALL = 4096  # size of an unused send buffer
 
 
 def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
@@ -27,11 +28,11 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
         # A rank that owns an entire pushed table treats it like a pulled one.
         if "push" in modes and (d.world_size > 1 or len(modes) > 1):
             return None
-        if "push" in modes:  # with pushed tiers, one half of an outbox is for owners' partial sums
+        if "push" in modes:  # half of the send buffer is then for partial sums of owners
             halves = 2
     size = directories[0].world_size if directories else 1
-    # See header_bytes and take_outbox in csrc/host/context.h: the tables of contents, then arrays
-    # that each begin at a multiple of 64 bytes.
+    # See header_bytes and take_send_buffer in csrc/host/context.h: the tables of contents, then
+    # arrays that each begin at a multiple of 64 bytes.
     head = 64 + len(directories) * (64 + 40 * size)
     rows = sum(d.table.num_rows * (4 + 4 * d.dim) + 2 * 64 for d in directories)
     needed = -(-(head + _PAGE + rows) // _PAGE) * _PAGE * halves
@@ -40,18 +41,18 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
 
 def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
                    default: int | None = None) -> int:
-    """Return the address space to reserve for an outbox, in bytes.
+    """Return the address space to reserve for a send buffer, in bytes.
 
-    This is the minimum of `needed_bytes` and the limit `oper.shmem.settings.outbox_bytes`, or one
-    page if the outbox is not used.
+    This is the minimum of `needed_bytes` and the limit `oper.shmem.settings.send_buffer_bytes`, or
+    one page if the send buffer is not used.
 
     Args:
         directories: one per column piece of each table.
-        is_used: whether ranks write to outboxes: in training, and if owners pool rows.
-        default: limit if ``OPER_OUTBOX_BYTES`` is not set; None = a quarter of the memory.
+        is_used: whether ranks write to send buffers: in training, and if owners pool rows.
+        default: limit if ``OPER_SEND_BUFFER_BYTES`` is not set; None = a quarter of the memory.
     """
     if not is_used:
         return _SMALL
     needed = needed_bytes(directories)
-    most = outbox_bytes(default)
+    most = send_buffer_bytes(default)
     return most if needed is None else min(most, needed)
