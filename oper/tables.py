@@ -113,7 +113,7 @@ class TableSpec:
     optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
-        features: object = self.features  # of any type: a caller's or a file's value
+        features: object = self.features  # may be of any type: a caller's or a file's value
         require_fields(
             self, f"invalid table {self.name!r}", "correct this field of the table",
             *rules_of(self), ("features", isinstance(features, tuple | list)

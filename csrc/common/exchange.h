@@ -129,7 +129,7 @@ class Messages {
     int64_t dim;
     RowType row_type;
     bool is_pushed;                  // at least one of its tiers is
-    bool is_piece;                   // of a table that is split by columns
+    bool is_piece;                   // whether its table is split by columns
     std::vector<int64_t> num_slots;  // [W], rows that each rank owns
   };
   struct Setup {
@@ -138,7 +138,7 @@ class Messages {
     std::vector<Table> tables;
     std::vector<int64_t> bits;  // [T, 2], see `bits_of_row`: of rows and sums; of gradients
     uint32_t collection = 0;    // number of the embedding collection, the same on all ranks
-    int64_t alignment = 4;      // of received arrays once they are unpacked
+    int64_t alignment = 4;      // alignment of received arrays once they are unpacked
     bool unpacks_all = false;   // even arrays that could be read in the message
   };
   enum Content {
@@ -152,7 +152,7 @@ class Messages {
     Sent kind;
     int count;
     int64_t unit;
-    int32_t bits = 32;  // of each of its numbers in the message
+    int32_t bits = 32;  // bits of each of its numbers in the message
     Content content = kNumbers;
     int64_t extra = 0;  // entries in addition to the count, unless that is 0
     // Bytes that n entries take in the message.
@@ -175,7 +175,7 @@ class Messages {
     int32_t rank;  // the peer
     int64_t table;
     int index;        // among the arrays of this peer and table
-    bool is_last;     // of these arrays
+    bool is_last;     // whether it is the last of these arrays
     int64_t out, in;  // numbers of entries that are sent and received
     // Byte offsets in the sent message, in the received message, and among the unpacked arrays.
     int64_t out_at, in_at, expanded_at;

@@ -46,7 +46,7 @@ struct KeyAge {
 
 // The rules of a directory. Clocks count the updates of the table: all times are in updates.
 struct KeyRules {
-  uint64_t seed = 0;            // of the hash
+  uint64_t seed = 0;            // seed of the hash
   uint64_t draws = 0;           // seed of admission by probability
   uint64_t min_count = 1;       // occurrences at which a key gets a row, at most 255
   uint64_t admit_below = 0;     // admits a key if a random 64-bit number is below it; 0 = all keys
@@ -76,7 +76,7 @@ struct RowRules {
   uint64_t seed = 0;
   float bound = 0.0f;        // numbers are uniform in [-bound, bound)
   float first_state = 0.0f;  // initial value of optimizer state 1; that of state 2 is 0
-  StateWidth widths[2] = {StateWidth::kNone, StateWidth::kNone};  // of states 1 and 2
+  StateWidth widths[2] = {StateWidth::kNone, StateWidth::kNone};  // widths of states 1 and 2
   int32_t feature = 0;       // number, in the collection, of a feature that looks up in this table
 };
 

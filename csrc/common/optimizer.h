@@ -63,7 +63,7 @@ struct OptimizerArgs {
   float weight_decay = 0.0f;
   float beta1 = 0.0f, beta2 = 0.0f;
   float correction1 = 1.0f, correction2 = 1.0f;  // 1 - beta^t
-  float max_norm = 0.0f;                         // of a row's gradient; 0 = no clipping
+  float max_norm = 0.0f;  // limit of the norm of a gradient row; 0 = none
 };
 
 // Factor that clips a gradient with this sum of squares; 1 if the norm is below max_norm.

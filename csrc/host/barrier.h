@@ -23,7 +23,7 @@ struct alignas(128) BarrierLine {
   // no rank arrives before all have arrived at the previous barrier, so each word is kept until all
   // ranks have read it.
   std::atomic<uint32_t> phase[2];
-  std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
+  std::atomic<uint32_t> settings[2];  // settings of these arrivals, see come()
   // Why this rank has aborted: the late rank that it has identified, packed by Python's desync.py;
   // 0 = none.
   std::atomic<int64_t> verdict;
@@ -92,9 +92,9 @@ class Barrier {
   std::vector<int> pidfds_;
   int64_t deadline_ms_;
   uint32_t epoch_ = 0;
-  bool has_refused_ = false;  // by refuse(), and has not waited for the others yet
+  bool has_refused_ = false;  // whether refuse() was called and the others have not been waited for
   int spins_;                 // how often to look at a peer's word before sleeping
-  int process_;               // that constructed this
+  int process_;               // process that constructed this
   Status failed_;
 };
 

@@ -21,7 +21,7 @@ constexpr int32_t kNumFaultPoints = 7;
 struct Fault {
   FaultPoint point;
   int64_t count;     // happens when the point is reached for the count-th time from now on
-  int32_t signal;    // that the process sends itself; 0 = none
+  int32_t signal;    // signal that the process sends itself; 0 = none
   int64_t sleep_us;  // for which the thread sleeps afterwards
   // Where the time of the fault is written first, CLOCK_MONOTONIC in ns as int64; -1 = nowhere.
   int note_fd;

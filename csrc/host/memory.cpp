@@ -124,7 +124,7 @@ void* map_shared(int fd, size_t bytes, bool writable) {
 
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
 #if defined(__SANITIZE_THREAD__)
-  writable = true;  // by the owner, at the same address
+  writable = true;  // the owner may write to it, at the same address
 #endif
   const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
   if (mmap(data, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==

@@ -104,7 +104,7 @@ class Fit {
       const double its = part_ * sums_at(f_.sums, table_, row[0] / f_.total_ids[table_]),
                    sums = sums_at(f_.sums, table_, 1.0);
       const auto load = [&](int64_t g) {
-        double all = 0, here = 0;  // of all columns, and of the narrowest piece of the type
+        double all = 0, here = 0;  // load of all columns, and of the narrowest piece of the type
         for (int64_t i = 0; i < kFeatures; ++i)
           all += row[i] * units[g * kFeatures + i], here += row[i] * along(units, g, i);
         return std::min(all, here) + least_load(g, 0.0) + partial(g) * (partial(g) > 0 ? its : sums);

@@ -78,7 +78,7 @@ class PackOwners : protected PackState {
       }
     }
   }
-  static constexpr int kPower = 8;  // of phase_cost: the busiest phase dominates
+  static constexpr int kPower = 8;  // power in phase_cost: the busiest phase dominates
   double phase_cost(double busy, int64_t ph) const {
     double x = busy * scale_[ph];
     x *= x, x *= x;

@@ -12,13 +12,13 @@ namespace oper::search {
 constexpr int kColumnStep = 4;    // widths of pieces are multiples of this
 constexpr int kMinColumns = 8;    // least width of a piece, unless the table is narrower
 constexpr int kMaxOwners = 48;    // owners of one piece
-constexpr int64_t kLevels = 2;    // of mates: 0 on the owner's host, 1 in its rack
+constexpr int64_t kLevels = 2;    // levels of mates: 0 on the owner's host, 1 in its rack
 constexpr int kMaxWeight = 240;   // sum of the weights of one piece
 constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are assigned one by one
 constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 1 + 1e3 x
 constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
 constexpr int64_t kUnits = 4096;  // most units of a class's pulled rows, MAX_PATTERN of oper/plan.py
-constexpr int kLevelSteps = 3;     // of Newton's method for the levels of refilled ranks
+constexpr int kLevelSteps = 3;    // steps of Newton's method for the levels of refilled ranks
 constexpr float kLeastShare = 1e-6f;  // least share of pulled rows, before shares are divided by their sum
 constexpr double kSquareRounding = 1e-12;  // smaller relative changes of sums of squares are rounding errors
 constexpr double kLarge = 0.7;    // share of the moves that prefer large tables

@@ -492,7 +492,7 @@ class PackState {
   std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<std::vector<int64_t>> ranks_on_;  // by host
-  std::vector<std::vector<Squares>> squares_;   // that loads contain, by table
+  std::vector<std::vector<Squares>> squares_;   // squares that the loads contain, by table
   std::vector<Squares> difference_;             // by rank; 0 outside `add_differences`
   std::vector<double> between_;                 // messages per row between parts that they contain
   std::vector<std::pair<int64_t, std::vector<Squares>>> squares_log_;  // before the move's changes

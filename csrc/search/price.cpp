@@ -80,7 +80,7 @@ class Pricing {
     double least = kInfinity;     // lower bound of the cost of the table in such pieces
     double cost = kInfinity;      // cost with the cheapest set of pushed blocks found
     bool is_exact = false;        // whether `cost` is within tolerance of `least`, or was searched for
-    std::vector<int64_t> chosen;  // that set: 0, or 1 + the option of each block
+    std::vector<int64_t> chosen;  // the set of blocks: 0, or 1 + the option of each block
   };
   static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
 
@@ -216,7 +216,8 @@ class Pricing {
     for (const int64_t m : of_class_) {
       if (m == only) continue;
       const double most = std::min(mass_all_, full_of(j, m));
-      const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;  // of a full owner, per id
+      // Cost of a full owner, per id.
+      const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;
       const double* line = &least_sums_[m * n_];
       const bool by_share = share * mass_all_ > std::accumulate(line, line + n_, 0.0);
       for (int64_t b = 0; b < n_; ++b) {

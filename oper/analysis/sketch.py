@@ -87,7 +87,7 @@ class CountTable:
         self.max_bytes = max_bytes
         self.error = 0
         self._num_accesses = 0
-        self._kind: np.dtype[Any] = np.dtype(np.uint32)  # of ids and counts
+        self._kind: np.dtype[Any] = np.dtype(np.uint32)  # dtype of ids and counts
         self._runs: list[Counts] = []
 
     @property

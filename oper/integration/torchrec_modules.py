@@ -260,7 +260,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         output_dtype: dtype of the returned embeddings.
     """
 
-    _prefix: str  # of the names of table parameters in the state_dict
+    _prefix: str  # prefix of the names of table parameters in the state_dict
     _unsharded: type
     _pooled: bool
 

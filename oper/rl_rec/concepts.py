@@ -129,7 +129,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
                                      (data.num_items, lengths.numel()),
                                      check_invariants=True).coalesce()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of the randomised SVD and of the initial centres
+        torch.manual_seed(0)  # for the randomised SVD and the initial centres
         rank = min(FACTORS, *matrix.shape)
         u, s, _ = torch.svd_lowrank(matrix, q=rank, niter=4)
         # The first pair of singular vectors reflects popularity, not taste.

@@ -258,7 +258,7 @@ def _most_frequent(share: np.ndarray, keys: np.ndarray, live: np.ndarray, in_use
     mean = share * window
     most = int(min(200, np.ceil(2 * mean.max(initial=0.0) + 10)))
     above = _more_than(mean, most)  # [K, most]
-    numbers = keys @ above  # of keys with a count above 0, 1, ...
+    numbers = keys @ above  # numbers of keys with a count above 0, 1, ...
     if numbers[-1] > in_use:  # such high counts hardly differ from their means
         return whole
     if numbers[0] < in_use:  # of keys with a count of 0, those seen last have rows as well

@@ -36,7 +36,7 @@ from oper.stats import AccessStats
 from oper.tables import OPTIMIZERS
 from oper.topology import Topology
 
-_SLOT_BYTES = 4  # of a row's slot in a synchronization
+_SLOT_BYTES = 4  # size of a row's slot in a synchronization
 
 
 def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,

@@ -286,7 +286,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
-    if topology.world_size != plan.world_size:  # of all groups
+    if topology.world_size != plan.world_size:  # the topology has the ranks of all groups
         topology = topology.divided(plan.replica_groups)
     problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,

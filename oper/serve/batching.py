@@ -157,7 +157,7 @@ class Batcher:
                 for pending in live:
                     self._score([pending])
                 return
-            if isinstance(error, ServerError):  # of another server, whose client the model is
+            if isinstance(error, ServerError):  # from another server: the model is its client
                 error = OperError(str(error)).with_traceback(error.__traceback__)
             live[0].error = error
             live[0].done(live[0])

@@ -52,7 +52,7 @@ class Connection:
         self._unsent = bytearray()
         self._blocked_since = float("inf")  # since when the client has not read its answers
         self._ends = False  # no further requests are read
-        self._events = 0  # that the selector waits for
+        self._events = 0  # events for which the selector waits
         self.since = time.monotonic()
         self.on_message_begin()
         self._socket.setblocking(False)

@@ -32,7 +32,7 @@ _DOMAINS = ("local", "remote")
 # Records of a trace: their kind, begin, then end and numbers of the kind. Times are in seconds, as
 # `time.monotonic` returns them, a clock that the processes of a host share.
 REQUEST, BATCH, LOOKUP = range(3)
-_RECORDS, _WIDTH = 4096, 9  # of a worker's ring buffer; numbers of a record
+_RECORDS, _WIDTH = 4096, 9  # records of a worker's ring buffer, numbers per record
 _LOOKUPS = 64  # most lookups of one batch in a trace
 
 

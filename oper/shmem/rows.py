@@ -43,7 +43,7 @@ class LogicalRows:
 
     device = torch.device("cpu")
     optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
-    name = ""  # of the collection in its model, e.g. a module's path; for errors
+    name = ""  # the collection's name in its model, e.g. a module's path; for errors
     phase = STATE_ACCESS  # phase in which `barrier` is called, for errors; see `phase_of`
     num_flushes = 0  # number of calls of `flush_replicas` and `flush_some_replicas`
     specs: dict[str, TableSpec]

@@ -15,7 +15,7 @@ from oper.shmem.tables import ShardedTables
 from oper.train.metrics import sum_over_ranks
 
 _BOUNDS = (*map(str, BUCKETS_US), "inf")
-_COLUMNS = 8  # of `Keys.own_counts`; the first two are levels: occupied, full buckets
+_COLUMNS = 8  # columns of `Keys.own_counts`; the first two are levels: occupied, full buckets
 _LEVELS = 2
 _EVENTS = ("admitted", "evicted", "expired", "refused", "lookups")
 

@@ -46,10 +46,10 @@ class RunMirror:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._files: Stamps = {}  # of the files copied: those in the folder itself, and deltas
+        self._files: Stamps = {}  # the files copied: those in the folder itself, and deltas
         self._deltas: Stamps = {}
-        self._arrived: Stamps = {}  # of the checkpoint that is being copied
-        self._seen: Stamps = {}  # of the checkpoint in place, or refused
+        self._arrived: Stamps = {}  # files copied so far, of a checkpoint that is being copied
+        self._seen: Stamps = {}  # files of the checkpoint in place, or of a refused one
         self._sums, self._is_refused = b"", False
         self._logged = ""  # the last logged problem with the store
         self._stop = threading.Event()

@@ -11,7 +11,7 @@ import torch
 
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rl_rec.simulation.actor_critic import train_actor_critic
-from oper.rl_rec.simulation.offline import OfflineOptions, graded_visits
+from oper.rl_rec.simulation.offline import OfflineOptions, offline_dataset
 from oper.rl_rec.simulation.shop import ACTION_DIM, Returning, synthetic_shop
 
 minari = pytest.importorskip("minari")
@@ -27,7 +27,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("law", [None, Returning(horizon=8)])
 def test_a_log_is_read_back_bit_for_bit(law: Returning | None) -> None:
     shop = synthetic_shop(0, law)
-    log = graded_visits(shop, "random", 12, seed=3)
+    log = offline_dataset(shop, "random", 12, seed=3)
     write_minari(log, shop, "oper/shop-v0")
     dataset = minari.load_dataset("oper/shop-v0")
     assert (dataset.total_episodes, dataset.total_steps) == (12, int(log.pages.sum()))
@@ -105,7 +105,7 @@ def test_data_sets_of_other_environments_are_refused(change: Callable[[Any], Any
 
 def test_names_that_are_taken_or_missing() -> None:
     shop = synthetic_shop(0)
-    log = graded_visits(shop, "random", 2, seed=3)
+    log = offline_dataset(shop, "random", 2, seed=3)
     write_minari(log, shop, "twice-v0")
     with pytest.raises(InvalidInputError, match="already exists"):
         write_minari(log, shop, "twice-v0")

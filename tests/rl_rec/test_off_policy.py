@@ -396,14 +396,14 @@ def test_virtual_taobao() -> None:
     """With the released weights: published click rates are .019 (random) and .055 (zeros)."""
     shop = load_virtual_taobao(real_data("virtual_taobao"))
     torch.manual_seed(0)
-    log = offline.collect_visits(shop, offline.random_policy, 1000, 1)
+    log = offline.collect_episodes(shop, offline.random_policy, 1000, 1)
     assert rate(log.clicks, log.pages) == pytest.approx(0.019, abs=0.006)
 
 
 def test_graded_logs_are_graded() -> None:
     rates = {}
     for grade in ("random", "medium", "expert"):
-        log = offline.graded_visits(SHOP, grade, 60, seed=1)
+        log = offline.offline_dataset(SHOP, grade, 60, seed=1)
         rates[grade] = rate(log.clicks, log.pages)
         s = log.steps
         assert torch.equal(s.valid.sum(1), torch.from_numpy(log.pages))
@@ -411,18 +411,18 @@ def test_graded_logs_are_graded() -> None:
         torch.testing.assert_close(s.returns[:, 0], s.rewards.sum(1))
         torch.testing.assert_close(s.returns[:, :-1] - s.returns[:, 1:], s.rewards[:, :-1])
         assert s.actions.abs().max() <= 1
-        again = offline.graded_visits(SHOP, grade, 60, seed=1)
+        again = offline.offline_dataset(SHOP, grade, 60, seed=1)
         assert torch.equal(again.steps.actions, s.actions)
     assert rates["random"] + 0.2 < rates["medium"] < rates["expert"] - 0.1
     with pytest.raises(InvalidInputError, match="grade"):
-        offline.graded_visits(SHOP, "good", 1, 1)
+        offline.offline_dataset(SHOP, "good", 1, 1)
 
 
 def test_the_oracle_is_best() -> None:
     """Random search finds no page with more expected clicks."""
     torch.manual_seed(0)
     visits = Visits(SHOP, 20, seed=4)
-    log = offline.collect_visits(SHOP, offline.random_policy, 20, 4).steps
+    log = offline.collect_episodes(SHOP, offline.random_policy, 20, 4).steps
     now = log._replace(states=log.states[:, :1])
     page = torch.zeros(20)
     found = SHOP.expected(visits.features, page, offline.Oracle(SHOP)(now))[0]
@@ -433,25 +433,25 @@ def test_the_oracle_is_best() -> None:
 
 def test_a_high_return_beats_the_behaviour_policy() -> None:
     """After training on the log of medium quality, a higher target return gives more clicks."""
-    log = offline.graded_visits(SHOP, "medium", 500, seed=1)
+    log = offline.offline_dataset(SHOP, "medium", 500, seed=1)
     config = CDT4RecConfig(dim=32, layers=1, steps=16, dropout=0.0, reward_loss="mse",
                            reward_weight=0.3, gamma=1.0)
     model = offline.train_cdt4rec(log, config, offline.OfflineOptions(steps=200, lr=3e-3), seed=1)
     policies = {q: offline.ReturnPolicy(model, offline.high_return(log, q)) for q in (0.05, 0.95)}
-    served = {q: offline.collect_visits(SHOP, p, 300, seed=9) for q, p in policies.items()}
+    served = {q: offline.collect_episodes(SHOP, p, 300, seed=9) for q, p in policies.items()}
     behaviour = click_through_rate(log.clicks, log.pages)["step"]
     high = click_through_rate(served[0.95].clicks, served[0.95].pages)["step"]
     low = click_through_rate(served[0.05].clicks, served[0.05].pages)["step"]
     assert high.low > behaviour.high and high.low > low.high
     clone = offline.clone_behaviour(log, offline.OfflineOptions(steps=100), 1)
-    cloned = offline.collect_visits(SHOP, clone, 200, seed=9)
-    nobody = offline.collect_visits(SHOP, offline.random_policy, 200, seed=9)
+    cloned = offline.collect_episodes(SHOP, clone, 200, seed=9)
+    nobody = offline.collect_episodes(SHOP, offline.random_policy, 200, seed=9)
     assert rate(cloned.clicks, cloned.pages) > rate(nobody.clicks, nobody.pages) + 0.1
 
 
 def test_logs_without_customers_are_refused() -> None:
     """On a log without customers no policy can be trained and no target return chosen."""
-    steps = offline.graded_visits(SHOP, "random", 3, seed=1).steps
+    steps = offline.offline_dataset(SHOP, "random", 3, seed=1).steps
     absent = steps.valid & (torch.arange(3) != 1)[:, None]
     for wrong, message in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),
                         (Trajectories(*(part[:, :0] for part in steps)), "'0 of 3'"),

@@ -333,7 +333,7 @@ def test_customers_return_as_the_parameters_state() -> None:
 
 def test_shown_pages_decide_how_often_customers_return() -> None:
     def per_customer(shop: Shop) -> float:
-        log = offline.collect_visits(shop, offline.random_policy, 200, 1)
+        log = offline.collect_episodes(shop, offline.random_policy, 200, 1)
         days = log.steps.states[..., OBSERVATION_DIM][log.steps.valid]
         assert days.min() >= 1 and days.max() <= 30
         assert torch.equal(log.steps.rewards, 3.0 * log.steps.valid)
@@ -341,7 +341,7 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
 
     assert per_customer(shop_of(9)) > 3 * per_customer(shop_of(0))
     short = replace(SHOP, returning=Returning(horizon=1))
-    once = offline.collect_visits(short, offline.random_policy, 50, 1).steps
+    once = offline.collect_episodes(short, offline.random_policy, 50, 1).steps
     assert not (once.states[..., VISITS] > 1).any()
     with pytest.raises(InvalidInputError, match="horizon"):
         Returning(horizon=0)
@@ -351,7 +351,7 @@ def test_maximising_only_clicks_reduces_visits() -> None:
     """For the same customers, maximising each page's clicks gives fewer clicks in total."""
     torch.manual_seed(0)
     oracles = (offline.Oracle(SHOP, 1, 20, weights=(w,)) for w in (0.0, 1.5))
-    greedy, patient = (offline.collect_visits(SHOP, oracle, 60, 5) for oracle in oracles)
+    greedy, patient = (offline.collect_episodes(SHOP, oracle, 60, 5) for oracle in oracles)
     rate = [e.clicks.sum() / e.pages.sum() for e in (greedy, patient)]
     assert rate[0] > rate[1] and patient.clicks.mean() > 1.4 * greedy.clicks.mean()
     assert torch.equal(greedy.steps.states[:, 0], patient.steps.states[:, 0])
@@ -492,7 +492,7 @@ def test_dqn_learns_delayed_rewards() -> None:
 def test_subsequences_of_long_visits() -> None:
     """All positions of a long visit are drawn, and none past its end."""
     torch.manual_seed(0)
-    log = offline.graded_visits(SHOP, "random", 40, seed=1)
+    log = offline.offline_dataset(SHOP, "random", 40, seed=1)
     seen = torch.zeros_like(log.steps.valid)
     model = nn.Linear(1, 1)
 

@@ -73,7 +73,7 @@ struct Prepared {
   bool is_planned = false;    // whether the plan has been launched
   bool is_swapped = false;    // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;
-  cudaEvent_t ready = nullptr;  // of `lookup_resolve`: other streams wait for it
+  cudaEvent_t ready = nullptr;  // recorded by `lookup_resolve`: other streams wait for it
 
   Prepared() = default;
   Prepared(const Prepared&) = delete;
@@ -104,7 +104,7 @@ struct Tables {
   std::vector<Tensor> keep_alive;  // head maps
   std::unique_ptr<Context> context;
   std::optional<Tensor> like;      // on the tables' device
-  std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
+  std::unique_ptr<Messages> messages;  // exchanged with other memory domains; null: there are none
   Hook hook = nullptr;
   // Ranks are threads of one process, which wait for each other in the hook.
   bool barrier_in_hook = false;
@@ -125,7 +125,8 @@ struct Tables {
   std::vector<double> staged;         // the optimizers' arguments that are on the device
   bool all_row_wise_adagrad = false;  // see Launch
   std::optional<Tensor> lists;        // memory of the ReceiveLists
-  std::shared_ptr<Prepared> kept;     // of the last collective forward pass, for its backward pass
+  std::shared_ptr<Prepared>
+      kept;  // from the last collective forward pass
   std::optional<KeyUpdate> key_update;
   // State of the current step.
   ReceivedRows received;

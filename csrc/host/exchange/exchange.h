@@ -168,7 +168,7 @@ class Exchange {
     SquareLists squares;
     const uint32_t* asked_slots = nullptr;  // rows of this rank that it pulls
     uint32_t num_asked_slots = 0;
-    const char* gathered = nullptr;  // its rows that this rank has pulled
+    const char* gathered = nullptr;  // the peer's rows that this rank has pulled
   };
   std::vector<Pair> pairs_;  // [W * T]
   std::vector<std::vector<char>> shadow_headers_;  // send buffer headers of remote ranks

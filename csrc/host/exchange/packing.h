@@ -14,7 +14,7 @@ namespace oper::host {
 struct Draws {
   RoundingKey key;
   uint32_t purpose;       // see philox.h
-  uint32_t first_column;  // of the rows in the entire table
+  uint32_t first_column;  // place of the rows' first column in the entire table
   const uint32_t* names;  // [n] of each entry the row's slot or the bag's number
 };
 

@@ -19,9 +19,9 @@ namespace oper::host {
 
 // Nanoseconds.
 struct PullCosts {
-  double extra_per_byte;   // of reading a peer's row, beyond reading an own row
-  double per_id;           // of finding the distinct rows
-  double per_copied_byte;  // of writing a copy and reading it from the cache
+  double extra_per_byte;   // cost of reading a peer's row, beyond reading an own row
+  double per_id;           // cost of finding the distinct rows
+  double per_copied_byte;  // cost of writing a copy and reading it from the cache
 };
 
 class PeerRows {

@@ -15,7 +15,7 @@
 namespace oper::host {
 
 namespace {
-constexpr uint32_t kMark = 0x7265706f;    // of the headers of this protocol ("oper")
+constexpr uint32_t kMark = 0x7265706f;    // begins the headers of this protocol ("oper")
 constexpr int64_t kTurnBytes = 64 << 10;  // most sent to one peer before the next one's turn
 // A send window is the number of bytes in flight to one peer. If several senders share a receiver's
 // link with windows larger than the bytes that the link holds, TCP shares it unequally: the sender

@@ -45,7 +45,7 @@ class Sockets {
     const char* out = nullptr;               // what remains of the segments
     char* in = nullptr;
     int64_t out_left = 0, in_left = 0;  // bytes of that
-    int64_t in_bytes = 0;               // of the whole received segment
+    int64_t in_bytes = 0;               // size of the whole received segment
     int64_t window = 0;                 // send window, bytes; 0 = TCP chooses it
     bool sends() const { return header_sent < sizeof(Header) || out_left > 0; }
     bool receives() const { return header_got < sizeof(Header) || in_left > 0; }

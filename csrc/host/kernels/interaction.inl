@@ -43,7 +43,7 @@ OPER_INLINE void store_between(float* p, const Lanes& v, int first, int last) {
   _mm512_mask_storeu_ps(p, mask, reinterpret_cast<const __m512&>(v));
 }
 
-constexpr int kBlockRows = 8, kBlockVectors = 2;  // of a block of products that registers hold
+constexpr int kBlockRows = 8, kBlockVectors = 2;  // size of a block of products that registers hold
 
 #else
 

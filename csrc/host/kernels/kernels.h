@@ -53,7 +53,7 @@ struct SampleJob {
 // Rows of numbers to be quantised to rows of codes, see common/elements.h.
 struct QuantiseJob {
   const void* rows;  // float32, float16 or bfloat16 [num_rows, dim]
-  RowType type;      // of `rows`
+  RowType type;      // type of `rows`
   int64_t num_rows, dim;
   bool four_bits;  // then dim is even
   uint8_t* out;    // [num_rows, row_bytes]

@@ -87,7 +87,7 @@ class _Runner(ClusterRun):
         super().__init__(case, progress)
         self.trains = case.objective == "training"
         self.machine: dict[str, Any] = {}  # machine description for TorchRec's planner
-        self.verdicts: dict[str, dict[str, Any]] = {}  # of the verification, by contender
+        self.verdicts: dict[str, dict[str, Any]] = {}  # results of the verification, by contender
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()

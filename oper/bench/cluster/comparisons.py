@@ -32,7 +32,7 @@ from oper.replanning import Event, Replanner, WatchOptions
 from oper.train.metrics import gather_rows
 
 _ROUNDS = (6, 4)  # rounds, and steps per side and round
-_TOLERANCE = 1e-4  # of rows, relative to the table's largest; the order of additions differs
+_TOLERANCE = 1e-4  # error of rows, relative to the table's largest; the order of additions differs
 
 
 # ---- micro-batches -------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Overlap(OnCluster):
             "verified": passed, "sides": found}
 
     def _timed(self, run: ClusterRun, sides: Mapping[str, Side]) -> list[dict[str, np.ndarray]]:
-        """Times (s) of steps by side, on unlimited and on limited links. Collective."""
+        """Times (s) of steps by contender, on unlimited and on limited links. Collective."""
         found: dict[str, list[dict[str, np.ndarray]]] = {phase: [] for phase in _OVERLAP_ROUNDS}
         busy: dict[str, list[float]] = {phase: [] for phase in _OVERLAP_ROUNDS}
         for turn, phase in itertools.product(range(_TURNS), _OVERLAP_ROUNDS):

@@ -163,12 +163,12 @@ def plan_all(problem: Problem, whole_model: bool) -> Planned:
 
 def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: Dense | None = None
                ) -> Side:
-    """OPER's side of a workload under a plan, with the dense part `dense` if any. Collective."""
+    """OPER as a contender under a plan, with the dense part `dense` if any. Collective."""
     return build_oper(work, dense, plan, objective, _collection(work))
 
 
 def build_in_parts(work: Workload, plan: Plan, num_parts: int) -> Side:
-    """OPER's side of a whole DLRM that trains in micro-batches. Collective."""
+    """OPER's contender for a whole DLRM that trains in micro-batches. Collective."""
     from oper.pipeline import MicroBatchPipeline
 
     side = build_plan(work, plan, dense=Dense(bucket_mb=_BUCKET_MB))
@@ -233,25 +233,25 @@ class ClusterRun(Run):
         side.step(self.given[k % len(self.given)])
 
     def close(self, name: str) -> None:
-        """Close a side and free its memory. Collective."""
+        """Close a contender and free its memory. Collective."""
         self.sides.pop(name).close()
         gc.collect()
 
 
 @dataclass(frozen=True, slots=True)
 class OnCluster(WithWorkload):
-    """Base of the cases that open sides in a `ClusterRun`."""
+    """Base of the cases that open contenders in a `ClusterRun`."""
 
     def start(self, progress: Progress) -> ClusterRun:
         """The run of the case."""
         return ClusterRun(self, progress)
 
     def compare(self, run: Any) -> dict[str, Any]:
-        """Open, compare and time the sides; rank 0's result is the record's entry. Collective."""
+        """Open, compare and time the contenders; rank 0 returns the record's entry. Collective."""
         raise NotImplementedError
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Run `compare` and close all sides. Collective."""
+        """Run `compare` and close all contenders. Collective."""
         run = self.start(progress)
         try:
             return self.compare(run)

@@ -164,7 +164,7 @@ def _training_batches(case: Training, rank: int) -> Iterator[Any]:
 
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
-    """Train all sides, interleaved; returns this rank's step times (s) by side, float64 [n]."""
+    """Train all contenders, interleaved; returns this rank's step times (s), float64 [n] each."""
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
     batches = dict(zip(sides, itertools.tee(_training_batches(case, ranks()[0]), len(sides)),
                        strict=True))

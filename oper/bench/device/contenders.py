@@ -70,7 +70,7 @@ class Side:
 
 
 def oper_side(tables: Any, specs: Sequence[Any]) -> Side:
-    """OPER's side; `tables` are `DeviceTables`, `specs` their `TableSpec`s."""
+    """OPER's contender; `tables` are `DeviceTables`, `specs` their `TableSpec`s."""
     def rows(table: int, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             found = torch.empty(ids.numel(), specs[table].dim,

@@ -28,10 +28,10 @@ from oper.rl_rec.simulation.offline import (
     ReturnPolicy,
     calibrated_target,
     clone_behaviour,
-    collect_visits,
+    collect_episodes,
     graded_policy,
-    graded_visits,
     high_return,
+    offline_dataset,
     random_policy,
     train_cdt4rec,
 )
@@ -88,10 +88,10 @@ class Case:
         shop = shop_of(self.weights)
 
         def serve(policy: Policy) -> Episodes:
-            return collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED)
+            return collect_episodes(shop, policy, self.num_served, CUSTOMERS_SEED)
 
         progress(f"logging {self.num_logged} visits")
-        log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED)
+        log = offline_dataset(shop, self.grade, self.num_logged, LOG_SEED)
         served: dict[str, list[Episodes]] = {"behaviour": [log], "random": [serve(random_policy)],
                                              "oracle": [serve(Oracle(shop))]}
         options = OfflineOptions(steps=self.steps)
@@ -166,7 +166,7 @@ class RetentionCase(Case):
 
         def serve(policy: Policy, customers: int = CUSTOMERS_SEED) -> np.ndarray:
             torch.manual_seed(customers)
-            return _outcome(collect_visits(shop, policy, self.num_served, customers))
+            return _outcome(collect_episodes(shop, policy, self.num_served, customers))
 
         progress("policies that learn nothing")
         served = {"random": [serve(random_policy)],
@@ -200,7 +200,7 @@ class RetentionCase(Case):
         plain = replace(logged, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         progress(f"log {seed}")
-        log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
+        log = offline_dataset(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
         asked = [high_return(log, q) for q in QUANTILES]
         chosen = QUANTILES.index(ASKED)
         progress(f"{_CONTROLLED}, seed {seed}")

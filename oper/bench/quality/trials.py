@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.rl_rec.harness import FitOptions
 
-SEED = 0  # of all trials; results are of seeds from 1 on, which thus have no part in the choice
+SEED = 0  # seed of all trials; results have seeds from 1 on, which have no part in the choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
 from oper.serve.server import FOLLOW_S, Server
 
-BATCHING = BatchOptions(512, 0.0, 16_384)  # of every worker
+BATCHING = BatchOptions(512, 0.0, 16_384)  # options of every worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _GROWTH_BYTES = 16 << 20  # allowed growth of all processes: allocators retain v
 _SOAK_SWAPS = 20
 _ROUNDS = 3  # runs of each contender at the common rate
 _KEPT = 0.97  # minimum completed / requested rate, since arrivals are random
-_SEED = 20240229  # of the first run at a rate
+_SEED = 20240229  # seed of the first run at a rate
 _SUSTAINED_MS = 100.0  # p99 bound of a sustained rate, at which the server's queues do not grow
 
 

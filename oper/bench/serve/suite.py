@@ -17,7 +17,7 @@ from oper.bench.tables.lookup import LookupCase
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.support.flags import number
 
-_USER_FEATURES = 18  # of 26; the remaining 8 are the candidate's
+_USER_FEATURES = 18  # of all 26 features; the other 8 are the candidate's
 # A third of the user features are histories of 20 ids; the remaining features have one id.
 _HISTORY = tuple(20 if k < 6 else 1 for k in range(len(CRITEO_KAGGLE_ROWS)))
 # Smaller tables for cases that publish, since publishing 50 times should take about a minute.

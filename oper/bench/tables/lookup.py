@@ -269,7 +269,7 @@ class UpdateCase(Case):
 
 
 def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
-    """Make the same steps on all sides and compare the tables; rank 0 returns the verdict."""
+    """Make the same steps with all contenders; rank 0 returns the verdict on their tables."""
     for number in range(NUM_STEPS):
         for side in sides.values():
             side.forward(number)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
-OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # of OPER's tables
+OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # optimizer of OPER's tables
 PLAN_KINDS = ("table_wise", "mixed")  # plans of TorchRec, see `sharding_types`
 # On CPU, TorchRec has no row-wise, table-row-wise or grid sharding of pooled tables.
 CPU_PLAN_KINDS = (*PLAN_KINDS, "column_wise", "any")
@@ -251,7 +251,7 @@ def collections_of(model: nn.Module) -> list[Any]:
 
 def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str = "training",
                collection: Any = None) -> Side:
-    """Build OPER's side. Collective.
+    """Build OPER's contender. Collective.
 
     Without `dense` the side is the collection alone; with `objective` ``"inference"`` its tables
     are read-only. `collection` has the weights to copy, by default those of `make_collection`.
@@ -273,7 +273,8 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, objective: str =
 
 
 def build_data_parallel(work: Workload) -> Side:
-    """Build the side with all tables on every rank under DDP, with dense gradients. Collective."""
+    """Build the contender with all tables on every rank under DDP, with dense gradients.
+    Collective."""
     from torchrec.optim import RowWiseAdagrad as Adagrad
 
     collection = make_collection(work, "cpu")
@@ -300,7 +301,8 @@ def sharding_types(kind: str, num_rows: int) -> list[str] | None:
 
 def build_torchrec(work: Workload, dense: Dense | None, kind: str,
                    machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
-    """Build TorchRec's side under one of its plans; returns it and its `ShardingPlan`. Collective.
+    """Build TorchRec's contender under one of its plans; returns it and its `ShardingPlan`.
+    Collective.
 
     TorchRec fuses row-wise Adagrad into the backward pass, except for data-parallel tables.
 

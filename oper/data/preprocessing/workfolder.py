@@ -27,7 +27,7 @@ from oper.support.locks import exclusive, lock_if_free
 _log = logging.getLogger(__name__)
 _ABOUT = "job.json"
 OUT = "out"  # the output, until it is moved to its place
-_VERSION = 2  # of the folder's files; increase it if work of earlier code cannot be continued
+_VERSION = 2  # increase it if the folders of earlier code cannot be continued
 
 
 def work_folder(target: Path) -> Path:

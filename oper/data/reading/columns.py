@@ -47,7 +47,7 @@ _FIELD = {
 TOP_SECONDS = 1 << 36  # the year 4147
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _TOP_WHOLE = 2.0**53
-MAX_TEXT_BYTES = 1024  # of an id
+MAX_TEXT_BYTES = 1024  # limit for the text of an id
 _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
           pa.types.is_large_string)
 

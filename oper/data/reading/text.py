@@ -28,7 +28,7 @@ from oper.errors import FileFormatError, InvalidInputError
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
 _UNIT_SEPARATOR = "\x1f"  # replaces separators of several characters
-_FEW_LINES = 64  # of which each field is checked, if one is irregular
+_FEW_LINES = 64  # if a line is irregular, each field of this many lines is checked
 
 
 @dataclass(frozen=True, slots=True)

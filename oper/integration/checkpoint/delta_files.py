@@ -41,8 +41,8 @@ KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
 _BASE = re.compile(r"[0-9a-f]{8}-\d+")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
-_NO_CLOCK = (1 << 32) - 1  # of an empty record
-KEY_BYTES = 20  # of a record in a file
+_NO_CLOCK = (1 << 32) - 1  # clock of an empty record
+KEY_BYTES = 20  # size of a record in a file
 # In the state of a model, by path of a collection that is trained: the numbers that random rounding
 # continues from.
 UPDATES = "updates"
@@ -301,7 +301,7 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
     try:
         for path, value in zip(found["paths"], found["values"], strict=True):
             if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
-                continue  # of a collection that is not trained here
+                continue  # its collection is not trained here
             if tuple(path) in may_add:
                 set_element(state, tuple(path), value)
             at: Any = state

@@ -189,7 +189,7 @@ class DeltaCheckpoints:
             replicas = changed.tables.replicas
             for piece, mine in (slots or {}).items():
                 parts.add(k, changed, piece, mine if replicas is None else replicas.share(mine))
-            for keys in changed.take_keys():  # of equal directories in all groups
+            for keys in changed.take_keys():  # all groups have equal directories
                 if replicas is None or replicas.groups.counterparts.rank == 0:
                     parts.add_keys(k, keys)
         parts.end(extra)

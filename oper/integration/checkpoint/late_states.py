@@ -45,7 +45,7 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
                 if not _has(present, (key, *path[n + 1:])):
                     found.append(path)
             elif (key in keyed and not present.get(key) and len(path) > n + 1
-                  and not isinstance(keyed[key], TableTensor)):  # whose optimizer has no state
+                  and not isinstance(keyed[key], TableTensor)):  # tables have no such state
                 found.append(path)
         if found and keyed:
             raise InvalidInputError(

@@ -7,7 +7,7 @@ import numpy as np
 from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import Interval, bootstrap, ratio
 
-ITEMS = 10  # of a page
+ITEMS = 10  # items on a page
 
 
 def click_through_rate(clicks: np.ndarray, pages: np.ndarray) -> dict[str, Interval]:

@@ -26,7 +26,7 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
     """Write a log as a new data set.
 
     Args:
-        log: a log from `collect_visits`.
+        log: a log from `collect_episodes`.
         shop: the shop of the log, which defines the spaces as in `ShopEnvironment`.
         dataset_id: id of the data set, ``name-vN`` or ``namespace/name-vN``.
 
@@ -36,7 +36,7 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
     what, steps = f"cannot write the Minari data set {dataset_id!r}", log.steps
     if log.last is None:
         raise InvalidInputError(what, "log.last", None, "an observation after each episode",
-                                "pass a log from collect_visits")
+                                "pass a log from collect_episodes")
     episodes = []
     for n, count in enumerate(log.pages.tolist()):
         ended = [False] * (count - 1) + [True]

@@ -74,7 +74,7 @@ class Episodes:
         return self.steps.valid.sum(dim=1).numpy()
 
 
-def collect_visits(shop: Shop, policy: Policy, count: int, seed: int, name: str = "") -> Episodes:
+def collect_episodes(shop: Shop, policy: Policy, count: int, seed: int, name: str = "") -> Episodes:
     """Serve `count` customers by a policy until all have left, and log the episodes.
 
     Equal seeds give equal customers; the policy draws from torch's global generator. `name` is
@@ -207,13 +207,13 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
     return policies[grade]()
 
 
-def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
+def offline_dataset(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
     """Log `count` customers served by the `graded_policy` `grade`.
 
     `seed` determines the entire log and seeds torch's global generator.
     """
     torch.manual_seed(seed)
-    return collect_visits(shop, graded_policy(shop, grade), count, seed, grade)
+    return collect_episodes(shop, graded_policy(shop, grade), count, seed, grade)
 
 
 def normalised(states: torch.Tensor) -> torch.Tensor:

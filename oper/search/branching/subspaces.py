@@ -27,7 +27,7 @@ from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables; with more, each tree takes so long that fewer are better
 _NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
-_LEAST_SHARE = 1 / 8  # of the work, for every tree once the first is done
+_LEAST_SHARE = 1 / 8  # share of the work for every tree, once the first is done
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
 

@@ -51,7 +51,7 @@ from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
 ID_BYTES = 8  # one id in memory
-REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
+REQUEST_BYTES = SLOT_BYTES + 1 / 8  # size of a pushed id sent to an owner on the same host
 PUSH_PASSES = 3  # passes of a reader over the ids of a table with pushed rows, per direction
 
 

@@ -22,7 +22,7 @@ LOCAL = GROUPS.index("local")  # a rank's own memory and cores
 #: that is the same for every width; the same part in a table that is split by columns, whose owners
 #: exchange sums of squares.
 WHOLE, ANY, ANY_SQUARES = range(3)
-_MOST_BYTES = 1 << 26  # of loads computed at a time
+_MOST_BYTES = 1 << 26  # limit of the loads that are computed at a time
 
 
 class UnitRows:

@@ -57,7 +57,7 @@ class DeviceSteps:
         self._exchange = exchange
         self.counters: DeviceCounters | None = None
         self._messages: PushMessages | None = None
-        self._squares: list[PieceRows] = []  # of the current step
+        self._squares: list[PieceRows] = []  # the rows of the current step
         self._error: BaseException | None = None
         self._function = _HOOK(self._call)
 

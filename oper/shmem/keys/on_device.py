@@ -24,7 +24,7 @@ from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
 from oper.tables import KEY_BUCKET_ROWS
 
-_STATE_WIDTH = 7  # of `device_keys_state`: the clock, then the numbers of KeyCounter
+_STATE_WIDTH = 7  # numbers of `device_keys_state`: the clock, then those of KeyCounter
 _ALIGNMENT = 64
 
 

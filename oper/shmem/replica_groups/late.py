@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-UPDATES = itertools.count()  # of all collections of this process
+UPDATES = itertools.count()  # numbers the updates of all collections of this process
 
 
 def catch_up(family: Iterable[Any]) -> None:

@@ -134,7 +134,7 @@ class Synchronizer:
         self._under_way: _UnderWay | None = None
         # Whether `takes` is running, this group has refused its update, a synchronization failed.
         self._is_inside = self._has_refused = self._is_broken = False
-        self._accumulates = False  # of the update that is under way, see `Backward`
+        self._accumulates = False  # whether the update that is under way does, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
         # Since the last exact synchronization: the number of updates that rounded ones included,
         # and by directory the slots of rows whose rounding errors this rank keeps.
