@@ -238,6 +238,21 @@ def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
         yield relaxation.project_prices(one + 1e-6 * ~memory)
 
 
+def silent_solver() -> Any:
+    """A HiGHS simplex solver that prints nothing, uses one thread and always takes the same path.
+
+    Raises:
+        OperError: the release of highspy has other options.
+    """
+    solver = highspy.Highs()
+    for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
+                        ("random_seed", 0), ("simplex_strategy", 4)):
+        if solver.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+            raise OperError("the LP solver refuses an option", name, value, "accepted",
+                            "install the release of highspy that this package requires")
+    return solver
+
+
 class _Master:
     """The restricted master LP in HiGHS, solved by simplex from the last basis.
 
@@ -249,12 +264,7 @@ class _Master:
     def __init__(self, node: Node, pool: Pool) -> None:
         self.pool = pool
         self.relaxation = relaxation = node.relaxation
-        self.highs = highspy.Highs()
-        for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
-                            ("random_seed", 0), ("simplex_strategy", 4)):
-            if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-                raise OperError("the LP solver refuses an option", name, value, "accepted",
-                                "install the release of highspy that this package requires")
+        self.highs = silent_solver()
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)

@@ -25,6 +25,7 @@ from oper.search.rounding.copies import spread_copies
 from oper.search.rounding.orders import order_ranks
 from oper.search.rounding.placing import Placement, Placer, evaluated
 from oper.search.rounding.ranges import divide_rows
+from oper.search.rounding.weights import weigh_stripes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,12 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
             break
         # Relaxed solutions fill memories completely, but stripes are not exactly even.
         reserve = max(2 * over, 8 * reserve)
-    return min(every, key=lambda x: x.score)
+    best = min(every, key=lambda x: x.score)
+    relaxation = bounds[0].relaxation
+    if best.step_us <= goal or effort.over():
+        return best
+    placements = weigh_stripes(relaxation, best.placements)
+    return Found(placements, evaluated(relaxation, placements))
 
 
 def _placed(bounds: Sequence[Bound], effort: Effort, goals: tuple[float, float], seed: int,

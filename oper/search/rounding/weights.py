@@ -1,0 +1,184 @@
+"""The weights of stripes of pulled rows, by linear programming.
+
+Annealing gives the stripes of all tables the same weights, so they can balance only one phase of
+the step: a rank that owns many pushed rows is busier in forward or in update, depending on the
+tables, and owning fewer pulled rows relieves it in a fixed ratio of the two. With weights of its
+own, each table shifts its own ratio. With all other rows held fixed, the loads are almost linear in
+the shares x of the ranks:
+
+    minimise    sum over phases p of T_p + sum over stripes i and ranks r of c[i] |x - x'|[i, r]
+    subject to  now[p, g, q] + sum over stripes i and ranks r of load[i, r, p, g, q] (x - x')[i, r]
+                    <= T_p + hidden[p, q]          for every group of terms g and rank q
+                held[d] + sum of bytes[i, r] (x - x')[i, r] <= capacity[d]  for every memory d
+                sum over r of x[i, r] = 1          for every stripe i
+
+with x' the present shares, and load[i, r] the load of stripe i if rank r owned all of its rows but
+the hottest ones. Every rank of a stripe owns one row before any owns two, so the owners of these do
+not change. The small cost c of a change keeps the weights of stripes that do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import highspy
+import numpy as np
+
+from oper.plan import Tier
+from oper.search.cost.load_vector import Row
+from oper.search.cost.model import CostModel
+from oper.search.pricing.master import silent_solver
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, evaluated, is_cut, plan_load_vector
+
+_UNITS = 1024  # sum of the weights of a stripe before they are reduced
+_FEWEST = 2 * _UNITS  # least rows of a stripe whose weights are chosen
+# Stripes with the largest loads are chosen until they have this many shares. The program then takes
+# less than a second; a search solves at most three.
+_SHARES = 4000
+_CHANGE = 0.01  # c, relative to the largest load of the stripe divided by the number of ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stripe:
+    """A stripe of pulled rows, and its loads.
+
+    Attributes:
+        table: index of its table, which has one column piece.
+        tier: index of its tier.
+        ranks: int64 [N], the ranks that may own its rows; equal ranks.
+        share: float64 [N], the present share of each of them.
+        held: bytes of its rows.
+        loads: float64 [N, P, 8, W], its load if one of `ranks` owned all of it but the hottest
+            rows, microseconds by phase, group of terms and rank.
+    """
+
+    table: int
+    tier: int
+    ranks: np.ndarray
+    share: np.ndarray
+    held: float
+    loads: np.ndarray
+
+
+def weigh_stripes(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
+    """Choose the weights of stripes of pulled rows; returns placements that are not slower.
+
+    Args:
+        relaxation: the cost model and the tables.
+        placements: of each table. Stripes of tables that are split by columns, have pinned rows or
+            few rows keep their weights.
+    """
+    before = list(placements)
+    stripes = _stripes(relaxation, before)
+    shares = _solved(relaxation, before, stripes) if stripes else None
+    if shares is None:
+        return before
+    after = list(before)
+    for stripe, share in zip(stripes, shares, strict=True):
+        piece, = after[stripe.table]
+        tiers = list(piece.tiers)
+        tiers[stripe.tier] = _weighted(tiers[stripe.tier], stripe.ranks, share)
+        after[stripe.table] = (replace(piece, tiers=tuple(tiers)),)
+    return min(before, after, key=lambda x: evaluated(relaxation, x).score)
+
+
+def _share(tier: Tier, ranks: np.ndarray) -> np.ndarray:
+    """The share of the tier's rows that each of `ranks` (int64 [N]) owns; float64 [N]."""
+    weights = dict(zip(tier.ranks, tier.weights or (1,) * len(tier.ranks), strict=True))
+    out = np.array([weights.get(r, 0) for r in ranks.tolist()], float)
+    return out / out.sum()
+
+
+def _stripes(relaxation: Relaxation, placements: list[Placement]) -> list[_Stripe]:
+    """The stripes whose weights are chosen: those with the largest loads on their owners."""
+    model, classes, problem = relaxation.model, relaxation.classes, relaxation.problem
+    found: list[tuple[float, int, int, np.ndarray, np.ndarray]] = []
+    for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
+        if len(pieces) != 1 or problem.held(t.spec.name).pinned:
+            continue
+        for n, x in enumerate(pieces[0].tiers):
+            ranks = classes.ranks[classes.of_rank[x.ranks[0]]]
+            ranks = ranks[np.isin(ranks, problem.owners_of(t.spec.name))]
+            if (x.placement == "striped" and x.mode == "pull" and x.stop - x.start >= _FEWEST
+                    and ranks.size > 1 and np.isin(x.ranks, ranks).all()):
+                tail = replace(x, start=x.start + ranks.size, placement="owned",
+                               ranks=(int(ranks[0]),), weights=())
+                rows = model.piece_load_vector(t, replace(pieces[0], tiers=(tail,)),
+                                               t.ids_are_positions or is_cut(pieces)).rows
+                us = model.group_us(model.loads(rows))
+                size = float(np.ptp(us[..., ranks], axis=-1).max())
+                found.append((size, k, n, ranks, rows))
+    out, left = [], _SHARES
+    for _, k, n, ranks, rows in sorted(found, key=lambda x: (-x[0], x[1:3])):
+        if ranks.size <= left:
+            left -= ranks.size
+            out.append(_Stripe(k, n, ranks, _share(placements[k][0].tiers[n], ranks),
+                               float(rows[[Row.HELD, Row.HOST_HELD]].sum()),
+                               _by_owner(model, rows, ranks)))
+    return out
+
+
+def _by_owner(model: CostModel, owned: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Loads by owner, float64 [N, P, 8, W], given the load vector with the first of the equal ranks
+    `ranks` (int64 [N]) as owner, float64 [23, W]."""
+    every = np.repeat(owned[None], ranks.size, axis=0)
+    every[:, :, ranks[0]] = owned[:, ranks[1]]
+    every[np.arange(ranks.size), :, ranks] = owned[:, ranks[0]]
+    return model.group_us(model.loads(every))
+
+
+def _solved(relaxation: Relaxation, placements: list[Placement], stripes: list[_Stripe]
+            ) -> list[np.ndarray] | None:
+    """The best shares of each stripe, float64 [N] each; None if the solver finds no optimum."""
+    model, inf = relaxation.model, highspy.kHighsInf
+    m = model.machine
+    total = plan_load_vector(relaxation, placements)
+    us = model.group_us(model.units(total)) - 1e6 * model.hidden[:, None]
+    num_phases, num_groups, world = us.shape
+    # Most ranks are as busy whoever the owner is: as the shares of a stripe add up to 1, its least
+    # loads are constant, and only what exceeds them is a coefficient.
+    excess = [x.loads - x.loads.min(axis=0) for x in stripes]
+    room = m.capacity_bytes - m.per_domain(total.rows[Row.HELD])
+    limits = np.concatenate([-us.reshape(-1), np.maximum(room, 0.0), np.zeros(len(stripes))])
+    solver = silent_solver()
+    num_loads, num_domains = us.size, room.size
+    for n, limit in enumerate(limits):
+        solver.addRow(0.0 if n >= num_loads + num_domains else -inf, float(limit), 0,
+                      np.zeros(0, np.int32), np.zeros(0))
+    for phase in range(num_phases):
+        rows = np.arange(num_groups * world, dtype=np.int32) + phase * num_groups * world
+        solver.addCol(1.0, 0.0, inf, rows.size, rows, -np.ones(rows.size))
+    for i, (stripe, loads) in enumerate(zip(stripes, excess, strict=True)):
+        cost = _CHANGE * float(loads.max()) / world
+        for r, share, load in zip(stripe.ranks.tolist(), stripe.share, loads, strict=True):
+            at = np.flatnonzero(load.reshape(-1) > 1e-9)
+            rows = np.concatenate([at, [num_loads + m.domain[r], num_loads + num_domains + i]])
+            values = np.concatenate([load.reshape(-1)[at], [stripe.held, 1.0]])
+            # The share is its present value, plus one variable, minus another.
+            solver.addCol(cost, 0.0, inf, rows.size, rows.astype(np.int32), values)
+            solver.addCol(cost, 0.0, max(0.0, share - 1 / _UNITS), rows.size,
+                          rows.astype(np.int32), -values)
+    solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    more, less = np.array(solver.getSolution().col_value)[num_phases:].reshape(-1, 2).T
+    ends = np.cumsum([x.ranks.size for x in stripes])[:-1]
+    return [x.share + change for x, change in zip(stripes, np.split(more - less, ends),
+                                                  strict=True)]
+
+
+def _weighted(tier: Tier, ranks: np.ndarray, share: np.ndarray) -> Tier:
+    """The tier with weights in proportion to `share` (float64 [N], of `ranks`); its present ranks
+    come first, in their order, since the first ranks of a stripe own its hottest rows."""
+    if np.abs(share - _share(tier, ranks)).max() < 1 / _UNITS:
+        return tier
+    ideal = share / share.sum() * (_UNITS - ranks.size)
+    weights = np.floor(ideal).astype(np.int64)
+    weights[np.argsort(weights - ideal, kind="stable")[:_UNITS - ranks.size - weights.sum()]] += 1
+    of = dict(zip(ranks.tolist(), (weights + 1).tolist(), strict=True))
+    owners = tuple(dict.fromkeys((*tier.ranks, *of)))
+    common = int(np.gcd.reduce([of[r] for r in owners]))
+    reduced = tuple(of[r] // common for r in owners)
+    return replace(tier, ranks=owners, weights=() if set(reduced) == {1} else reduced)
