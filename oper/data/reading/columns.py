@@ -38,12 +38,14 @@ EXPECTED = {
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
     "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped columns
 }
-_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# Integers may have any number of leading zeros, which pyarrow ignores.
 _FIELD = {
-    "hex32": re.compile(rb"[0-9a-f]{8}"), "uint32": re.compile(rb"[0-9]{1,10}"),
-    "uint64": re.compile(rb"[0-9]{1,20}"), "int": re.compile(rb"-?[0-9]{1,19}"),
-    "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"[0-9]{8}"),
+    "hex32": re.compile(rb"[0-9a-f]{8}"), "uint32": re.compile(rb"-?0*[0-9]{1,10}"),
+    "uint64": re.compile(rb"0*[0-9]{1,20}"), "int": re.compile(rb"-?0*[0-9]{1,19}"),
+    "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"0*[0-9]{1,8}"),
 }
+_LIMITS = {"uint32": (0, 2**32 - 1), "uint64": (0, 2**64 - 1), "int": (-2**63, 2**63 - 1)}
 TOP_SECONDS = 1 << 36  # the year 4147
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _TOP_WHOLE = 2.0**53
@@ -133,13 +135,19 @@ def label_of(column: Column, numbers: np.ndarray) -> np.ndarray:
     """Convert numbers [n] to labels: the transformed numbers, float32 [n], with
     ``parse="number"``, otherwise int8 [n], 0 or 1. Raises MalformedError."""
     if column.parse == "number":
-        return transformed(column, numbers.astype(np.float32))
+        return transformed(column, _to_float32(numbers))
     return (numbers >= column.threshold).astype(np.int8)
 
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a dense column to transformed float32 [n], missing to 0; raises MalformedError."""
-    return transformed(column, _numbers(column, _prepared(column, array)).astype(np.float32))
+    return transformed(column, _to_float32(_numbers(column, _prepared(column, array))))
+
+
+def _to_float32(values: np.ndarray) -> np.ndarray:
+    """Round numbers [n] to float32 [n]; those that are too large become infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def transformed(column: Column, values: np.ndarray) -> np.ndarray:
@@ -311,12 +319,14 @@ def _is_value(parse: str, field: bytes) -> bool:
         if not pattern.fullmatch(field):
             return False
         if parse == "yymmddhh":
-            return _is_time(parse, f"20{field[:2].decode()}-{field[2:4].decode()}-"
-                                   f"{field[4:6].decode()} {field[6:].decode()}:00:00")
-        limit = {"uint32": 2**32, "uint64": 2**64, "int": 2**63}.get(parse)
-        return limit is None or -limit <= int(field) < limit
+            text = field.decode()[-8:].zfill(8)
+            return _is_time(parse, f"20{text[:2]}-{text[2:4]}-{text[4:6]} {text[6:]}:00:00")
+        if parse in _LIMITS:
+            low, high = _LIMITS[parse]
+            return low <= int(field[:1] + field[1:].lstrip(b"0").zfill(1)) <= high
+        return True
     if parse in ("string", "among"):
-        return b"\0" not in field and len(field) <= MAX_TEXT_BYTES
+        return b"\0" not in field and (len(field) <= MAX_TEXT_BYTES or parse == "among")
     if parse in ("iso", "iso_zone"):
         return _is_time(parse, field.decode("ascii", "replace"))
     if not _NUMBER.fullmatch(field):
@@ -326,10 +336,13 @@ def _is_value(parse: str, field: bytes) -> bool:
         return value == int(value) and abs(value) < _TOP_WHOLE if np.isfinite(value) else False
     if parse in ("unix", "unix_ms"):
         return abs(value) / (1000 if parse == "unix_ms" else 1) < TOP_SECONDS
-    return bool(np.isfinite(value)) and abs(value) <= float(np.finfo(np.float32).max)
+    number = np.array(value)
+    return bool(np.isfinite(number if parse in ("bins", "threshold") else _to_float32(number)))
 
 
 def _is_time(parse: str, text: str) -> bool:
+    if text.startswith("0000"):  # a year that pyarrow knows, unlike Python; 2000 is a leap year too
+        text = "2" + text[1:]
     try:
         return (datetime.fromisoformat(text).tzinfo is not None) == (parse == "iso_zone")
     except ValueError:
