@@ -407,7 +407,7 @@ def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path: Path,
             file.write("1,8\n" * 20)
 
     monkeypatch.setattr(Stage, "write", read_then_append)
-    with pytest.raises(InvalidInputError, match="changed while they were read.*log.csv"):
+    with pytest.raises(InvalidInputError, match=r"changed while they were read.*log\.csv"):
         preprocess(recipe, log, out)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["log.csv"]
