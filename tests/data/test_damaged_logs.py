@@ -323,6 +323,26 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
         assert set(table["label"].to_pylist()) == {0, 1}
 
 
+@pytest.mark.parametrize(("choice", "values", "found"), [
+    (Choice(["x:uint32"]), [["7"], ["8"]], "malformed rows=2"),
+    (Choice(["x:uint32"]), [[None], []], None),
+    (Choice(["id"], "x"), [0, 2**60], "'1152921504606846976', expected 0 or 1"),
+    (Choice(["id"], dense=["x"]), [0, 2**60 + 1], [0.0, 2.0**60]),
+    (Choice(["id"], time="x", time_format="iso"), [1_577_836_800] * 2, "expected a date and time"),
+])
+def test_parquet_values_that_their_columns_do_not_expect(
+        tmp_path: Path, choice: Choice, values: list[Any], found: Any) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "x": values}), path)
+    recipe = generic_recipe("parquet", choice)
+    if isinstance(found, str):
+        with pytest.raises(FileFormatError, match=found):
+            preprocess(recipe, path, tmp_path / "out")
+    else:
+        preprocess(recipe, path, tmp_path / "out", PreprocessOptions(valid="0"))
+        assert found is None or pq.read_table(tmp_path / "out/train")["x"].to_pylist() == found
+
+
 def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"id": ["", "x", None, "", None, "y"] * 3}), path)

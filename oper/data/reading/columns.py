@@ -79,7 +79,9 @@ def _prepared(column: Column, array: pa.Array) -> pa.Array:
     try:
         if pa.types.is_binary(array.type) and not pa.types.is_fixed_size_binary(wanted):
             array = array.cast(pa.string())
-        return array.cast(wanted)
+        # Integers are rounded to the nearest float64; by default Arrow refuses those above 2^53.
+        return array.cast(wanted, safe=not (
+            pa.types.is_integer(array.type) and pa.types.is_floating(wanted)))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise MalformedError(column.name) from error
 
@@ -113,7 +115,8 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
     if column.parse == "binary" and not pa.types.is_binary(array.type):  # from a Parquet file
         _require(pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
                  or pa.types.is_boolean(array.type), column)
-        numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8())
+        numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8(),
+                             safe=False)
         values = numbers.to_numpy(zero_copy_only=False)
         _require(bool(((values == 0) | (values == 1)).all()), column)
         return values.astype(np.int8)
@@ -219,6 +222,7 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
         return pa.array(values.astype(np.int64), mask=array.is_null().to_numpy(
             zero_copy_only=False))
     if column.parse == "uint32" and len(array):
+        _require(pa.types.is_integer(kind) or array.null_count == len(array), column)
         bounds = pc.min_max(array)
         low, high = bounds["min"].as_py(), bounds["max"].as_py()
         _require(low is None or 0 <= low <= high < 2**32, column)
@@ -259,11 +263,15 @@ def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
     if pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
         array = array.cast(pa.float64(), safe=False)
     elif not pa.types.is_timestamp(array.type):  # from a Parquet file, of any unit and zone
+        # Arrow would take numbers as microseconds.
+        _require(not pa.types.is_integer(array.type) or column.parse == "yymmddhh", column)
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
     if column.parse == "yymmddhh":
