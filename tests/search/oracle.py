@@ -10,12 +10,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH
+from oper.search.cost.space import PUSH, table_tally
 from oper.search.cost.tally import Row, Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, table_tally
+from oper.search.rounding.placing import Placement
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:

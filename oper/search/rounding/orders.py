@@ -17,9 +17,10 @@ import numpy as np
 
 from oper.plan import Tier
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import is_cut
 from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, evaluated, is_cut, tallied
+from oper.search.rounding.placing import Placement, evaluated, tallied
 
 _SQUARINGS = 8  # a sum of powers with exponent 2**8 approximates the load of the slowest rank
 _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
