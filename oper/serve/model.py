@@ -116,6 +116,10 @@ class PublishedModel:
         epoch = int(self._publication.publish(weights))
         return lambda: epoch
 
+    def stop_waiting(self) -> None:
+        """End the wait of a publication for workers that still read older weights."""
+        self._publication.stop_waiting()
+
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes used on this host by ``tables``, ``dense`` weights and ``spare``."""
         return dict(self._publication.memory_bytes())

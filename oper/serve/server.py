@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
-from oper.integration.checkpoint.follow import Follower
+from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.metrics import SUPERVISOR, Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
@@ -49,7 +49,9 @@ class Source(Protocol):
     def prepare(self, weights: Any = None) -> Callable[[], int]:
         """Read and validate new weights while requests are served.
 
-        The returned function makes all workers switch to them together and returns their epoch.
+        The returned function makes all workers switch to them together and returns their epoch. If
+        the model has a method ``stop_waiting``, a stopping server calls it, after which `prepare`
+        must not wait for workers any more.
         """
         ...
 
@@ -108,6 +110,7 @@ class Server:
         self._stop = threading.Event()
         self._started = threading.Event()  # the workers accept connections, or have ended
         self._error: Exception | None = None
+        self._signals: Signals | None = None  # of the process, if it serves until one stops it
         self._publishing = threading.Lock()
         self._failures = 0  # consecutive failed starts of a worker
         self._delay = ""  # why newer weights could not be published yet
@@ -159,6 +162,7 @@ class Server:
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         if signals is not None:
             signals.interrupts = False
+        self._signals = signals
         try:
             self._thread.start()
             while not self._started.wait(FOLLOW_S):
@@ -181,16 +185,22 @@ class Server:
 
         Raises:
             InvalidInputError: the model is not a `Source`, or the weights are invalid.
+            DeadlineError: workers still read older weights, after a minute or when the server
+                stops.
         """
         prepare = getattr(self.model, "prepare", None)
         if prepare is None:
             raise InvalidInputError("cannot publish new weights", "model",
                                     type(self.model).__name__, "one with prepare()",
                                     "serve a PublishedModel")
-        with self._publishing, ThreadPoolExecutor(1, "oper-publish", _be_nice) as thread:
+        with self._publishing, futures.ThreadPoolExecutor(1, "oper-publish", _be_nice) as thread:
             begin = time.monotonic()
             try:
-                prepared = [thread.submit(prepare, weights).result()]
+                future = thread.submit(prepare, weights)
+                while not futures.wait([future], FOLLOW_S).done:
+                    self._stop_waiting()
+                prepared = [future.result()]
+                del future  # so that the weights are freed as soon as they are in use
                 switch = time.monotonic()
                 epoch = int(prepared.pop()())
             except Exception:
@@ -203,6 +213,11 @@ class Server:
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
         return epoch
+
+    def _stop_waiting(self) -> None:
+        """If the server is to stop, end a wait of a publication for workers."""
+        if self._stop.is_set() or (self._signals is not None and self._signals.stop):
+            getattr(self.model, "stop_waiting", lambda: None)()
 
     def trace(self, path: str | os.PathLike[str], seconds: float = 5.0) -> int:
         """Record what all workers do for some seconds in a trace file for ui.perfetto.dev.
@@ -267,6 +282,7 @@ class Server:
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
             noted.interrupts = False
+            self._signals = noted
             traces: list[threading.Thread] = []
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(FOLLOW_S)
@@ -292,9 +308,17 @@ class Server:
         """Publish the model's weights again; log a failure, after which the old weights remain in
         use."""
         try:
-            log.info("published epoch %d", self.publish())
+            self._publish()
         except (OperError, OSError) as error:
-            log.error("the old weights remain in use: %s", error)
+            _log_kept(logging.ERROR, "", error)
+
+    def _publish(self, change: Change | None = None) -> None:
+        """Publish and log a change of a training run, or the model's weights again."""
+        epoch = self.publish(change)
+        if change is None:
+            log.info("published epoch %d", epoch)
+        else:
+            log.info("serving step %d", change.step)
 
     def follow(self, run: Follower) -> None:
         """Publish the checkpoint or deltas that a training run has saved since the last call.
@@ -309,13 +333,12 @@ class Server:
         failed, what, is_whole = self._counts.failed_publications, "", False
         try:
             if is_whole := run.has_whole():
-                log.info("published epoch %d", self.publish())
+                self._publish()
             else:
                 for change in run.changes():
                     what = f"step {change.step} is refused: "
-                    self.publish(change)
+                    self._publish(change)
                     run.applied(change)
-                    log.info("serving step %d", change.step)
                     what = ""
                     del change  # frees it before the next one is read
             self._delay = ""
@@ -327,12 +350,12 @@ class Server:
             is_new, self._delay = str(error) != self._delay, str(error)
             self._counts.failed_publications = failed + is_new
             if is_new:
-                log.warning("the old weights remain in use for now: %s", error)
+                _log_kept(logging.WARNING, " for now", error)
         except OperError as error:
             run.refuse(str(error))
             self._counts.failed_publications = failed + 1  # counts unreadable weights, too
-            log.error("the old weights remain in use%s: %s%s",
-                      "" if is_whole else " until the next full checkpoint", what, error)
+            _log_kept(logging.ERROR, "" if is_whole else " until the next full checkpoint",
+                      f"{what}{error}")
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -472,7 +495,12 @@ class Server:
         self._counts.workers = 0
         close = getattr(self.model, "close", None)
         if close is not None:
-            close()
+            with self._publishing:  # another thread may still write weights
+                close()
+
+
+def _log_kept(level: int, how_long: str, reason: object) -> None:
+    log.log(level, "the old weights remain in use%s: %s", how_long, reason)
 
 
 def _itself(predictor: Predictor) -> Predictor:

@@ -33,7 +33,7 @@ KAGGLE = load_recipe("criteo-kaggle")
 KINDS = [("label", "binary"), ("label", "threshold"), ("label", "number"), ("dense", "int"),
          ("dense", "float"), ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"),
          ("sparse", "int"), ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"),
-         ("time", "yymmddhh"), ("skip", "")]
+         ("time", "yymmddhh"), ("skip", ""), ("sparse", "string"), ("time", "iso")]
 
 
 def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: bool) -> Recipe:
@@ -74,7 +74,8 @@ FIELDS = ["", "0", "1", "-1", "7", "-7", "007", "+3", " 4", "5 ", "3.0", "2.50",
           "-9223372036854775808", "123456789012345678", "1234567890123456789", "14102100",
           "14109900", "14102124", "\r", "\0", "1\r", "x" * 30, "ä", "9007199254740993",
           "9007199254740993.0", "1382659200", "1e400", "0.1234567890123456789", "--1", "-", ".",
-          "1:2", "true", "NULL"]
+          "1:2", "true", "NULL", "-0", "0" * 25, "-" + "0" * 25 + "7", "1e0005", "3.4028235e38",
+          "3.5e38", "4102105", "0014102100", "\ufeff1", "0000-02-29", "2014-10-21 05:06"]
 
 
 @given(kinds=st.lists(st.sampled_from(KINDS[3:]), min_size=1, max_size=5), label=st.sampled_from(
@@ -88,7 +89,8 @@ def test_rows_and_errors_do_not_depend_on_the_other_lines_of_a_block(
     seen_time = [k for k in kinds if k[0] == "time"][:1]
     kinds = label + [k for k in kinds if k[0] != "time"] + seen_time
     rules = recipe(kinds, separator, missing, log1p)
-    good = {"hex32": "00ff17aa", "binary": "1", "yymmddhh": "14102100", "": "anything"}
+    good = {"hex32": "00ff17aa", "binary": "1", "yymmddhh": "14102100", "": "anything",
+            "iso": "2014-10-21"}
     usual = [good.get(c.parse, "12") for c in rules.layouts[0].columns]
     lines = []
     for odd in data.draw(st.lists(st.booleans(), max_size=40)):
@@ -319,6 +321,26 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
         table = pq.read_table(out / "train")
         assert table["time"][0].as_py() == 1_577_836_800
         assert set(table["label"].to_pylist()) == {0, 1}
+
+
+@pytest.mark.parametrize(("choice", "values", "found"), [
+    (Choice(["x:uint32"]), [["7"], ["8"]], "malformed rows=2"),
+    (Choice(["x:uint32"]), [[None], []], None),
+    (Choice(["id"], "x"), [0, 2**60], "'1152921504606846976', expected 0 or 1"),
+    (Choice(["id"], dense=["x"]), [0, 2**60 + 1], [0.0, 2.0**60]),
+    (Choice(["id"], time="x", time_format="iso"), [1_577_836_800] * 2, "expected a date and time"),
+])
+def test_parquet_values_that_their_columns_do_not_expect(
+        tmp_path: Path, choice: Choice, values: list[Any], found: Any) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "x": values}), path)
+    recipe = generic_recipe("parquet", choice)
+    if isinstance(found, str):
+        with pytest.raises(FileFormatError, match=found):
+            preprocess(recipe, path, tmp_path / "out")
+    else:
+        preprocess(recipe, path, tmp_path / "out", PreprocessOptions(valid="0"))
+        assert found is None or pq.read_table(tmp_path / "out/train")["x"].to_pylist() == found
 
 
 def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:

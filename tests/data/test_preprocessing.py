@@ -15,6 +15,7 @@ import pytest
 from oper.analysis import skew
 from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
+from oper.data.preprocessing.staging import Stage
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from tests.data.loader_support import encoded, parquet_bytes
@@ -390,3 +391,37 @@ def test_more_than_a_thousand_files_stay_in_order(tmp_path: Path) -> None:
                    min_count=1, valid="0", part_rows=1, row_group_rows=1))
     assert len(list((tmp_path / "out" / "train").iterdir())) == 1100
     assert encoded(tmp_path / "out", "u") == list(range(1, 1101))
+
+
+def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are appended too late must not seem to be part of the output, now or later."""
+    log, out = tmp_path / "log.csv", tmp_path / "out"
+    log.write_text("l,u\n" + "0,7\n" * 20)
+    recipe = generic_recipe("csv", Choice(sparse=["u"], label="l"))
+    write = Stage.write
+
+    def read_then_append(stage: Stage, *args: Any) -> None:
+        write(stage, *args)
+        with log.open("a") as file:
+            file.write("1,8\n" * 20)
+
+    monkeypatch.setattr(Stage, "write", read_then_append)
+    with pytest.raises(InvalidInputError, match=r"changed while they were read.*log\.csv"):
+        preprocess(recipe, log, out)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["log.csv"]
+    assert sum(preprocess(recipe, log, out)["rows"].values()) == 40
+
+
+def test_other_labels_of_an_array_are_another_log(tmp_path: Path) -> None:
+    recipe = recipe_from_dict({"name": "arrays", "format": "npy", "column": [
+        {"name": "label", "kind": "label"}, {"name": "x", "kind": "dense", "parse": "float"},
+        {"name": "u", "kind": "sparse", "parse": "int"}]})
+    for name, values in (("sparse", np.ones((4, 1), np.int64)), ("dense", np.ones((4, 1))),
+                         ("labels", np.zeros((4, 1)))):
+        np.save(tmp_path / f"day_{name}.npy", values)
+    preprocess(recipe, tmp_path / "day_sparse.npy", tmp_path / "out")
+    np.save(tmp_path / "day_labels.npy", np.ones((4, 1)))
+    with pytest.raises(InvalidInputError, match="earlier output"):
+        preprocess(recipe, tmp_path / "day_sparse.npy", tmp_path / "out")

@@ -11,11 +11,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from oper.plan import Piece, Tier
 from oper.search.cost.load_vector import LoadVector, Row
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH
+from oper.search.cost.space import PUSH, table_load_vector
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, table_load_vector
+from oper.search.rounding.placing import Placement
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:

@@ -13,7 +13,7 @@ from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.load_vector import owned_features
 from oper.search.cost.model import evaluate
-from oper.search.cost.space import PUSH
+from oper.search.cost.space import PUSH, table_load_vector
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound
 from oper.search.problem.space import EVERYTHING
@@ -21,7 +21,7 @@ from oper.search.problem.statement import ROWS, Problem, make_problem
 from oper.search.rounding.annealing import Annealing, Packed, Part
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.orders import order_ranks
-from oper.search.rounding.placing import Placement, Placer, evaluated, table_load_vector
+from oper.search.rounding.placing import Placement, Placer, evaluated
 from oper.topology import Costs, Topology
 from tests.search.search_cases import gpus, host, problem, racked, shared, tables_and_stats
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oper.bench.plan import workloads as plan_workloads
+from oper.messages import slot_bits
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, native, verify_plan
 from oper.search.branching import subspaces as subspaces_module
@@ -15,10 +16,11 @@ from oper.search.branching.proof import part_to_json
 from oper.search.branching.subspaces import _host_loads, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.certificate.leaf import Checker
+from oper.search.certificate.loads import Probe
 from oper.search.certificate.prices import Leaf, UnitPrices
 from oper.search.certificate.tables import TableCosts
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH, hosts_are_interchangeable
+from oper.search.cost.space import PUSH, SHARD, hosts_are_interchangeable
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import Bound, lower_bound, solve_node
 from oper.search.pricing.node import (
@@ -32,12 +34,19 @@ from oper.search.pricing.node import (
     Node,
     PieceChoice,
 )
-from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourhoods
+from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
-from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem, with_overlap
+from oper.search.problem.statement import (
+    NUM_FEATURES,
+    TOUCHED,
+    Problem,
+    make_problem,
+    with_overlap,
+)
 from oper.search.relaxation.inequalities import APART, READER, SPREAD
 from oper.search.relaxation.pieces import LoadLimits, Pieces
 from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.rows import Option
 from oper.search.relaxation.units import LOCAL
 from tests.search.oracle import relaxed_by_cvxpy
 from tests.search.search_cases import (
@@ -378,6 +387,46 @@ def test_owners_that_pool_in_inference_are_bounded_as_well(monkeypatch):
                         lambda *_: iter(()))
     without = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
     assert plan.lower_bound_us >= without.lower_bound_us * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("objective", ["training", "inference"])
+@pytest.mark.parametrize("name", ["hosts", "pairs"])
+def test_pulled_rows_count_with_their_bytes_in_rows_about_links(name: str, objective: str) -> None:
+    """`(1 + k) R + s E` of rows with one owner: its bytes are summed by hand, from the numbers and
+    sizes of the rows that a rank of another host reads, and of their gradients."""
+    problem = stated(3, name, 2, None, objective=objective, constraints={
+        "tables": {"t0": {"modes": ["push"]}, "t1": {"modes": ["pull"]}}})
+    model, machine = CostModel(problem), problem.machine
+    of_rank, _ = neighbourhoods(machine)
+    distinguished = model.request_phase, GROUPS.index("cross_in")
+    relaxation, probe = Relaxation(model, distinguished), Probe(model, True)
+    t = problem.tables[1]
+    bits = {"answer": 32 * t.spec.dim, "gradient": 32 * t.spec.dim + slot_bits(t.spec.num_rows)}
+    found = set()
+    for rank_class, owner in enumerate(probe.first.tolist()):
+        tiers = (Tier(0, t.spec.num_rows, "owned", (owner,)),)
+        own_us = model.group_us(model.units(model.load_vector(
+            t, (Piece(0, t.spec.dim, tiers),), t.ids_are_positions)))[:, LOCAL].min(axis=-1)
+        option = relaxation.options.index(Option(SHARD, rank_class))
+        probed = probe.table(t, SHARD)
+        for x in relaxation.inequalities:
+            if x.kind == READER:
+                continue
+            phase, group = x.at
+            sent = {("forward", "cross_in"): "answer", ("update", "cross_out"): "gradient"}.get(
+                (model.phases[phase], GROUPS[group]))
+            # Ranks of the first host do not read rows of their own host over these links.
+            is_read = sent and (x.kind == SPREAD or of_rank[owner] != of_rank[0])
+            seconds = machine.seconds_per_unit[TERMS.index(GROUPS[group])].min()
+            link_us = 1e6 * seconds * t.total[TOUCHED] * bits[sent] / 8 if is_read else 0.0
+            own = (1 + x.spared) * own_us[phase] * model.has_local[phase, group]
+            mine = t.total @ relaxation.coefficients[1, option, :, x.row]
+            assert mine == pytest.approx(own + link_us, rel=1e-9), x
+            checked = (probed.far if x.kind == SPREAD else probed.apart)[0, rank_class]
+            assert t.total @ checked[:, phase, group] == pytest.approx(link_us, rel=1e-9), x
+            found |= {(x.kind, sent)} if is_read else set()
+    assert found == {(kind, sent) for kind in (SPREAD, APART)
+                     for sent in (bits if objective == "training" else ["answer"])}
 
 
 # ---- a distinguished host: several classes of ranks ----------------------------------------------

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -243,7 +244,7 @@ def test_weights_that_cannot_be_read_now_are_read_again(
             raise failures.pop(0)
         return tmp_path / STATE
 
-    def publish() -> int:
+    def publish(weights: object = None) -> int:
         if failures:
             raise failures.pop(0)
         epochs.append(2)
@@ -468,3 +469,30 @@ def test_the_second_of_two_servers_on_a_port_reports_the_error() -> None:
 def test_bad_options_are_refused(kind: Any, name: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         kind(**{name: value})
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_stopping_server_does_not_wait_for_readers_of_old_weights(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, by_signal: bool) -> None:
+    """Otherwise SIGTERM would take effect only after the minute that publications wait."""
+    write_run(tmp_path, 1)
+    model = load_model(tmp_path)
+    reader = model.opener()()
+    server, signals = Server(model), Signals()
+    with ThreadPoolExecutor(1) as pool, reader._served.pinned():
+        server.start()
+        server.publish()  # into the other buffer
+        begin = time.monotonic()
+        if by_signal:
+            signals.reload = True
+            pool.submit(lambda: (time.sleep(0.5), setattr(signals, "stop", True)))
+            server.serve_until_signalled(signals=signals)
+        else:
+            waiting = pool.submit(server.try_publish)
+            time.sleep(0.5)
+            server.stop()
+            waiting.result()
+        assert 0.5 <= time.monotonic() - begin < 20
+    assert "old weights remain in use" in caplog.text
+    assert "before the publisher stops" in caplog.text
+    reader.close()

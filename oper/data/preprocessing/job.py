@@ -192,6 +192,7 @@ class Job(JobSpec):
         self.stage.write(k, self.units[k], self.options.max_bad)
 
     def _check_staged(self) -> None:
+        self.check_unchanged()
         records = [self.stage.record(k) for k in range(len(self.units))]
         num_bad = sum(r["bad"] for r in records)
         if num_bad > self.options.max_bad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.workfolder import work_folder
 from oper.data.reading import store
 from oper.data.reading.lines import Unit
+from oper.data.reading.readers import companions
 from oper.data.recipe import Recipe, parse_share
 from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import require
@@ -29,6 +30,8 @@ class JobSpec:
         target: the output folder.
         options: how the log is preprocessed.
         finished: the vocabulary that is applied; None = build one.
+        stamps: size and modification time of every file that is read (`store.stamp`), by path, when
+            the job was made.
     """
 
     recipe: Recipe
@@ -37,6 +40,20 @@ class JobSpec:
     target: Path
     options: PreprocessOptions
     finished: FinishedVocabulary | None = None
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.stamps:
+            arrays = [name for u in self.units if self.recipe.layout(u.layout).format == "npy"
+                      and not store.is_url(u.path) for name in companions(u.path)]
+            files = [*self.paths, *arrays, *(join.file for join in self.recipe.joins)]
+            self.stamps = {path: _stamp(path) for path in files}
+
+    def check_unchanged(self) -> None:
+        """Raise InvalidInputError if a file has changed since the job was made."""
+        changed = [p for p, stamp in self.stamps.items() if _stamp(p) != stamp]
+        require("cannot preprocess", "run the command again once they are complete",
+                ("inputs that changed while they were read", changed[:8], not changed, "none"))
 
     @property
     def work(self) -> Path:
@@ -67,10 +84,18 @@ class JobSpec:
 
     def identity(self) -> str:
         """Return a digest of everything that determines the contents of the output."""
-        options, files = self.options, [*self.paths, *(join.file for join in self.recipe.joins)]
+        options = self.options
         about = [FOLDER_VERSION, asdict(self.recipe), [asdict(u) for u in self.units],
-                 [(store.full_name(p), *store.stamp(p)) for p in files],
+                 [(store.full_name(p), *stamp) for p, stamp in self.stamps.items()],
                  [str(x) for x in self.shares], self.min_count, options.max_bad, options.max_rows,
                  options.hash_rows, options.raw_ids, options.row_group_rows, options.part_rows,
                  options.compression, self.finished and self.finished.digest]
         return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """Return `store.stamp`, or (-1, 0) for a missing file, which readers report."""
+    try:
+        return store.stamp(path)
+    except FileNotFoundError:
+        return -1, 0

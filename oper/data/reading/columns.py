@@ -38,12 +38,14 @@ EXPECTED = {
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
     "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped columns
 }
-_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# Integers may have any number of leading zeros, which pyarrow ignores.
 _FIELD = {
-    "hex32": re.compile(rb"[0-9a-f]{8}"), "uint32": re.compile(rb"[0-9]{1,10}"),
-    "uint64": re.compile(rb"[0-9]{1,20}"), "int": re.compile(rb"-?[0-9]{1,19}"),
-    "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"[0-9]{8}"),
+    "hex32": re.compile(rb"[0-9a-f]{8}"), "uint32": re.compile(rb"-?0*[0-9]{1,10}"),
+    "uint64": re.compile(rb"0*[0-9]{1,20}"), "int": re.compile(rb"-?0*[0-9]{1,19}"),
+    "binary": re.compile(rb"[01]"), "yymmddhh": re.compile(rb"0*[0-9]{1,8}"),
 }
+_LIMITS = {"uint32": (0, 2**32 - 1), "uint64": (0, 2**64 - 1), "int": (-2**63, 2**63 - 1)}
 TOP_SECONDS = 1 << 36  # the year 4147
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _TOP_WHOLE = 2.0**53
@@ -77,7 +79,9 @@ def _prepared(column: Column, array: pa.Array) -> pa.Array:
     try:
         if pa.types.is_binary(array.type) and not pa.types.is_fixed_size_binary(wanted):
             array = array.cast(pa.string())
-        return array.cast(wanted)
+        # Integers are rounded to the nearest float64; by default Arrow refuses those above 2^53.
+        return array.cast(wanted, safe=not (
+            pa.types.is_integer(array.type) and pa.types.is_floating(wanted)))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise MalformedError(column.name) from error
 
@@ -111,7 +115,8 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
     if column.parse == "binary" and not pa.types.is_binary(array.type):  # from a Parquet file
         _require(pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
                  or pa.types.is_boolean(array.type), column)
-        numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8())
+        numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8(),
+                             safe=False)
         values = numbers.to_numpy(zero_copy_only=False)
         _require(bool(((values == 0) | (values == 1)).all()), column)
         return values.astype(np.int8)
@@ -133,13 +138,19 @@ def label_of(column: Column, numbers: np.ndarray) -> np.ndarray:
     """Convert numbers [n] to labels: the transformed numbers, float32 [n], with
     ``parse="number"``, otherwise int8 [n], 0 or 1. Raises MalformedError."""
     if column.parse == "number":
-        return transformed(column, numbers.astype(np.float32))
+        return transformed(column, _to_float32(numbers))
     return (numbers >= column.threshold).astype(np.int8)
 
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a dense column to transformed float32 [n], missing to 0; raises MalformedError."""
-    return transformed(column, _numbers(column, _prepared(column, array)).astype(np.float32))
+    return transformed(column, _to_float32(_numbers(column, _prepared(column, array))))
+
+
+def _to_float32(values: np.ndarray) -> np.ndarray:
+    """Round numbers [n] to float32 [n]; those that are too large become infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def transformed(column: Column, values: np.ndarray) -> np.ndarray:
@@ -211,6 +222,7 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
         return pa.array(values.astype(np.int64), mask=array.is_null().to_numpy(
             zero_copy_only=False))
     if column.parse == "uint32" and len(array):
+        _require(pa.types.is_integer(kind) or array.null_count == len(array), column)
         bounds = pc.min_max(array)
         low, high = bounds["min"].as_py(), bounds["max"].as_py()
         _require(low is None or 0 <= low <= high < 2**32, column)
@@ -251,11 +263,15 @@ def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
     if pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
         array = array.cast(pa.float64(), safe=False)
     elif not pa.types.is_timestamp(array.type):  # from a Parquet file, of any unit and zone
+        # Arrow would take numbers as microseconds.
+        _require(not pa.types.is_integer(array.type) or column.parse == "yymmddhh", column)
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
     if column.parse == "yymmddhh":
@@ -311,12 +327,14 @@ def _is_value(parse: str, field: bytes) -> bool:
         if not pattern.fullmatch(field):
             return False
         if parse == "yymmddhh":
-            return _is_time(parse, f"20{field[:2].decode()}-{field[2:4].decode()}-"
-                                   f"{field[4:6].decode()} {field[6:].decode()}:00:00")
-        limit = {"uint32": 2**32, "uint64": 2**64, "int": 2**63}.get(parse)
-        return limit is None or -limit <= int(field) < limit
+            text = field.decode()[-8:].zfill(8)
+            return _is_time(parse, f"20{text[:2]}-{text[2:4]}-{text[4:6]} {text[6:]}:00:00")
+        if parse in _LIMITS:
+            low, high = _LIMITS[parse]
+            return low <= int(field[:1] + field[1:].lstrip(b"0").zfill(1)) <= high
+        return True
     if parse in ("string", "among"):
-        return b"\0" not in field and len(field) <= MAX_TEXT_BYTES
+        return b"\0" not in field and (len(field) <= MAX_TEXT_BYTES or parse == "among")
     if parse in ("iso", "iso_zone"):
         return _is_time(parse, field.decode("ascii", "replace"))
     if not _NUMBER.fullmatch(field):
@@ -326,10 +344,13 @@ def _is_value(parse: str, field: bytes) -> bool:
         return value == int(value) and abs(value) < _TOP_WHOLE if np.isfinite(value) else False
     if parse in ("unix", "unix_ms"):
         return abs(value) / (1000 if parse == "unix_ms" else 1) < TOP_SECONDS
-    return bool(np.isfinite(value)) and abs(value) <= float(np.finfo(np.float32).max)
+    number = np.array(value)
+    return bool(np.isfinite(number if parse in ("bins", "threshold") else _to_float32(number)))
 
 
 def _is_time(parse: str, text: str) -> bool:
+    if text.startswith("0000"):  # a year that pyarrow knows, unlike Python; 2000 is a leap year too
+        text = "2" + text[1:]
     try:
         return (datetime.fromisoformat(text).tzinfo is not None) == (parse == "iso_zone")
     except ValueError:

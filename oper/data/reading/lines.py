@@ -22,7 +22,7 @@ from oper.data.recipe import Layout
 from oper.errors import FileFormatError, require
 
 MAX_LINE_BYTES = 1 << 20
-_MARK = b"\xef\xbb\xbf"  # byte order mark
+MARK = b"\xef\xbb\xbf"  # byte order mark
 _FEED = 0x0A
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
           b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
@@ -171,14 +171,14 @@ def _kind_of(path: str) -> str:
 def first_line(path: str, encoding: str = "utf-8") -> str:
     """Read a file's first line without line end and byte order mark; empty for an empty file."""
     with open_text(path) as (text, _):
-        line = text.readline(MAX_LINE_BYTES).removeprefix(_MARK)
+        line = text.readline(MAX_LINE_BYTES).removeprefix(MARK)
     return line.rstrip(b"\r\n").decode(encoding, "replace")
 
 
 def is_empty(path: str) -> bool:
     """Whether a file, decompressed, has no text except possibly a byte order mark."""
     with open_text(path) as (text, _):
-        return not text.read(len(_MARK) + 1).removeprefix(_MARK)
+        return not text.read(len(MARK) + 1).removeprefix(MARK)
 
 
 def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int = 1) -> list[Unit]:
@@ -240,7 +240,7 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
             ended = not num
             begin, size = 0, size + num
             if first:
-                begin, first = len(_MARK) * memory.startswith(_MARK), False
+                begin, first = len(MARK) * memory.startswith(MARK), False
             if ended and size > begin and memory[size - 1] != _FEED:
                 memory[size] = _FEED
                 size += 1

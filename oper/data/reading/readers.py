@@ -308,7 +308,7 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
 
 def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
     """Read ``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``), ``X_dense.npy``, ``X_labels.npy``."""
-    dense, labels = (_load(_companion(unit.path, name)) for name in ("dense", "labels"))
+    dense, labels = map(_load, companions(unit.path))
     names = recipe.names("sparse")
     if unit.path.endswith(".npz"):
         members: Any = _Members(unit.path, len(names))
@@ -347,6 +347,11 @@ def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> 
 def num_arrays_rows(path: str) -> int:
     """Return the number of rows of a day of ``.npy`` arrays; raises as `read_unit` does."""
     return len(_load(_companion(path, "labels")))
+
+
+def companions(path: str) -> list[str]:
+    """Return the paths of the dense and labels files of the day whose sparse ids are in `path`."""
+    return [_companion(path, name) for name in ("dense", "labels")]
 
 
 def _companion(path: str, name: str) -> str:

@@ -21,7 +21,7 @@ from pyarrow import csv as pacsv
 
 from oper.data.reading import columns as convert
 from oper.data.reading.columns import EXPECTED, MalformedError, holds
-from oper.data.reading.lines import Block
+from oper.data.reading.lines import MARK, Block
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, concat, show
 from oper.data.recipe import Column, Layout, Recipe, conditions, finite
 from oper.errors import FileFormatError, InvalidInputError
@@ -199,6 +199,8 @@ def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | N
     names = [str(k) for k in range(len(text.columns))]
     layout = text.layout
     used = {str(k): c for k, c in enumerate(text.columns) if c.kind != "skip"}
+    if data.startswith(MARK):  # part of the first field: the file's own mark is removed already
+        data = MARK + data     # pyarrow skips one
     table = pacsv.read_csv(
         pa.BufferReader(data),
         pacsv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),

@@ -138,6 +138,17 @@ def fixed_load_vectors(model: CostModel) -> tuple[LoadVector, LoadVector]:
     return base, reduce(LoadVector.plus, pinned)
 
 
+def is_cut(pieces: tuple[Piece, ...]) -> bool:
+    """Whether any piece has several tiers, so that the plan must store the table's hotness order.
+    """
+    return any(len(p.tiers) > 1 for p in pieces)
+
+
+def table_load_vector(model: CostModel, t: TableProblem, pieces: tuple[Piece, ...]) -> LoadVector:
+    """Load vector of a table's placement, in hotness order if it is cut by rows."""
+    return model.load_vector(t, pieces, t.ids_are_positions or is_cut(pieces))
+
+
 def hosts_are_interchangeable(model: CostModel) -> bool:
     """Whether hosts (on a single host: memory domains) are interchangeable.
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import CostModel, Evaluation
-from oper.search.cost.space import fixed_load_vectors
+from oper.search.cost.space import fixed_load_vectors, table_load_vector
 from oper.search.problem.pins import impose
 from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
-from oper.search.rounding.placing import Placement, plan_of, table_load_vector
+from oper.search.rounding.placing import Placement, plan_of
 
 _BETA = 50.0  # beta times the initial cost: an increase by 2 % of it is accepted with chance 1 / e
 _OVERFLOW = 1e3  # a memory overflow x multiplies the cost by 1 + 1e3 x

@@ -15,6 +15,7 @@ So for any T and any prices, a step takes at least min(T, the priced bound with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class Pieces:
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
-        self._fits: dict[tuple[bytes, float], Fit] = {}
+        self._last_fits = lru_cache(_FITS)(self._fit)
         self._set_loads(asks)
         self._set_ratios(may)
 
@@ -183,14 +184,9 @@ class Pieces:
         They do not depend on `limits.least`. Most nodes have the same other limits as their parent
         or a sibling, so the last results are kept.
         """
-        key = limits.most.tobytes(), limits.step
-        found = self._fits.pop(key, None) or self._fit(limits)
-        self._fits[key] = found  # the last one used is the last one in the dictionary
-        if len(self._fits) > _FITS:
-            del self._fits[next(iter(self._fits))]
-        return found
+        return self._last_fits(limits.most.tobytes(), limits.step)
 
-    def _fit(self, limits: LoadLimits) -> Fit:
+    def _fit(self, most: bytes, step: float) -> Fit:
         """Compute the result of `fit` in C++."""
         shape = (len(self.tables), len(self.floor))
         mass = np.zeros((self.narrow.size, shape[1]))
@@ -202,11 +198,11 @@ class Pieces:
                       "per_unit": self.per_unit, "asks": self.asks, "partial": self.partial,
                       "first": self.first, "total_ids": total_ids, "hot": self.hot,
                       "may": self._may.astype(np.uint8), "narrow": self.narrow,
-                      "floor": self.floor - self.hidden, "most": limits.most, "mass": mass,
+                      "floor": self.floor - self.hidden, "most": np.frombuffer(most), "mass": mass,
                       "least_sums": least_sums, "whole": whole, "heavy": heavy}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self.density.shape[-2], num_tangents=len(_TANGENTS),
-                        num_hot=self.hot.shape[1], sums=self.native_sums, step=limits.step)
+                        num_hot=self.hot.shape[1], sums=self.native_sums, step=step)
         return Fit(self, mass, least_sums, whole.astype(bool), heavy)
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:

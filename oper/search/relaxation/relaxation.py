@@ -20,6 +20,8 @@ with sums of squares (`expected_squares`), without which the bound is lower and 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from oper.plan import Piece
@@ -37,6 +39,7 @@ from oper.search.cost.space import (
     has_copies,
     may_hold,
     most_masters,
+    table_load_vector,
 )
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
@@ -80,13 +83,10 @@ class Relaxation:
         phase_of: int64 [R], phase of each row; -1 for memory, -2 for rows that may exceed a phase.
         phase_weight: float64 [R, P]; a row is at most the sum over phases of weight x length.
         fixed_us: fixed cost of a step, microseconds.
-        load_vectors: the last load vectors by index of a table and its placement, two per table:
-            plans that a search compares differ in few tables.
     """
 
     def __init__(self, model: CostModel, distinguished: Load | None = None) -> None:
         self.model, self.distinguished = model, distinguished
-        self.load_vectors: dict[tuple[int, tuple[Piece, ...]], LoadVector] = {}
         self.problem = model.problem
         self.tables = self.problem.free_tables
         self.rows = ResourceRows(model, [] if distinguished is None else
@@ -126,6 +126,14 @@ class Relaxation:
         for o in np.flatnonzero(self.plain != np.arange(len(self.options))).tolist():
             self.own_share[:, o] = np.minimum(1.0, most[self.table_of, self.options[o].rank_class]
                                               / np.maximum(self.features[:, ROWS], 1e-9))
+
+        # Plans that a search compares differ in few tables.
+        self._load_vector_of = lru_cache(2 * len(self.tables))(
+            lambda k, pieces: table_load_vector(model, self.tables[k], pieces))
+
+    def load_vector_of(self, k: int, pieces: tuple[Piece, ...]) -> LoadVector:
+        """Load vector of a placement of table `k`; the last ones are kept, two per table."""
+        return self._load_vector_of(k, pieces)
 
     # -- building ---------------------------------------------------------------------------------
 

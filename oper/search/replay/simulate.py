@@ -166,6 +166,13 @@ class Replay:
         self._pools = owners_pool([t.table for t in plan.tables], self.training,
                                   np.unique(domains).size)
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
+        self._placed = [[Placed(t, plan.world_size, k, not self._pools)
+                         for k in range(len(t.pieces))] for t in plan.tables]
+        # By table and piece: the replica that each rank reads, int64 [W, tiers]; -1 = none.
+        self._replicas = [[np.array([[nearest_replica(x, rank, local)
+                                      for x in placed.directory.tiers]
+                                     for rank, local in enumerate(self._local)])
+                           for placed in pieces] for pieces in self._placed]
 
     def empty(self) -> list[Traffic]:
         """Counts that are all 0, one per rank."""
@@ -188,9 +195,9 @@ class Replay:
         """Yield for each column piece the counts by kind, reader and peer; int64 [13, W, W]."""
         world = self.plan.world_size
         require_batches(ranks, world)
-        for entry in self.plan.tables:
+        for entry, pieces, replicas in zip(self.plan.tables, self._placed, self._replicas,
+                                           strict=True):
             batches = [table_batch(entry.table, b) for b in ranks]
-            pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
             clips = len(pieces) > 1 and entry.table.name in self.clipped
             sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
             # Exchanges of squares: clipping needs one. A row-wise optimizer needs one. With both,
@@ -203,7 +210,8 @@ class Replay:
             for k, placed in enumerate(pieces):
                 counts = np.zeros((len(KINDS), world, world), np.int64)
                 for reader, batch in enumerate(batches):
-                    self._count(counts, placed, reader, batch, 1 + clips + sums)
+                    self._count(counts, placed, replicas[k][reader], reader, batch,
+                                1 + clips + sums)
                 if self.training:
                     _count_update(counts, placed, touched)
                     if squares:
@@ -212,16 +220,14 @@ class Replay:
                             bool(self._local.all()))
                 yield counts
 
-    def _count(self, counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch,
-               passes: int) -> None:
+    def _count(self, counts: np.ndarray, placed: Placed, replicas: np.ndarray, reader: int,
+               batch: TableBatch, passes: int) -> None:
         """Count one rank's lookups in a column piece and, in training, its gradients; owners read
-        those of rows in `passes` passes."""
+        those of rows in `passes` passes. `replicas`: the reader's replica of each tier, or -1."""
         world = counts.shape[1]
         ids, number = np.unique(batch.ids, return_counts=True)
         tier, owner = placed.resolve(ids)
-        copy = np.array([nearest_replica(x, reader, self._local[reader])
-                         for x in placed.directory.tiers])[tier]
-        seen = np.where(copy >= 0, copy, owner)
+        seen = np.where(replicas[tier] >= 0, replicas[tier], owner)
         pulled = ~placed.pushed_by(reader, tier)
         pushes = placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any()
         again = pushes or not self.deduplicates  # whether rows of other ranks are read repeatedly

@@ -18,8 +18,9 @@ import numpy as np
 from oper.plan import Tier
 from oper.search.cost.load_vector import NUM_ROWS, Row
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import is_cut
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, evaluated, is_cut, plan_load_vector
+from oper.search.rounding.placing import Placement, evaluated, plan_load_vector
 
 _SQUARINGS = 8  # a sum of powers with exponent 2**8 approximates the load of the slowest rank
 _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.cost.load_vector import LoadVector
-from oper.search.cost.model import CostModel, Evaluation
-from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
+from oper.search.cost.model import Evaluation
+from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD, is_cut
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
@@ -112,27 +113,10 @@ def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
             for part in parts for shard in part.shards or (None,)]
 
 
-def is_cut(pieces: Placement) -> bool:
-    """Whether any piece has several tiers, so that the plan must store the table's hotness order.
-    """
-    return any(len(p.tiers) > 1 for p in pieces)
-
-
-def table_load_vector(model: CostModel, t: TableProblem, pieces: Placement) -> LoadVector:
-    """Load vector of a table's placement, in hotness order if it is cut by rows."""
-    return model.load_vector(t, pieces, t.ids_are_positions or is_cut(pieces))
-
-
 def plan_load_vector(relaxation: Relaxation, placements: list[Placement]) -> LoadVector:
     """Load vector of a plan with the given placements of the relaxation's tables."""
-    total, known = relaxation.base_load_vector, relaxation.load_vectors
-    for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
-        if (k, pieces) not in known:
-            if len(known) >= 2 * len(relaxation.tables):
-                del known[next(iter(known))]
-            known[k, pieces] = table_load_vector(relaxation.model, t, pieces)
-        total = total.plus(known[k, pieces])
-    return total
+    return reduce(LoadVector.plus, (relaxation.load_vector_of(k, pieces) for k, pieces
+                               in enumerate(placements)), relaxation.base_load_vector)
 
 
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:

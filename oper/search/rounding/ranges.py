@@ -14,9 +14,10 @@ import numpy as np
 
 from oper.plan import Tier
 from oper.search.cost.model import Evaluation
+from oper.search.cost.space import table_load_vector
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, plan_load_vector, table_load_vector
+from oper.search.rounding.placing import Placement, plan_load_vector
 
 _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128  # shares of a range's lookups that are moved
 _MAX_TIERS = 8  # upper limit of the tiers of a piece

@@ -28,9 +28,10 @@ import numpy as np
 from oper.plan import Tier
 from oper.search.cost.load_vector import Row
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import is_cut
 from oper.search.pricing.master import silent_solver
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, evaluated, is_cut, plan_load_vector
+from oper.search.rounding.placing import Placement, evaluated, plan_load_vector
 
 _UNITS = 1024  # sum of the weights of a stripe before they are reduced
 _FEWEST = 2 * _UNITS  # least rows of a stripe whose weights are chosen

@@ -115,6 +115,7 @@ class Publisher:
         self.layout = Layout(plan, dense_entries(dense))
         self._keep_spare = keep_spare
         self._checksum = checksum
+        self._stopping = threading.Event()
         nodes = numa.find_nodes()
         listener = _listen(name)
         try:
@@ -282,10 +283,12 @@ class Publisher:
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while busy := self._state.busy(buffer):
-            if time.monotonic() > deadline:
+            is_stopping = self._stopping.is_set()
+            if is_stopping or time.monotonic() > deadline:
                 raise DeadlineError("a reader does not leave the buffer that is to be overwritten",
-                                    "processes", busy,
-                                    f"the end of their lookups within {timeout_s:g} s",
+                                    "processes", busy, "the end of their lookups " + (
+                                        "before the publisher stops" if is_stopping
+                                        else f"within {timeout_s:g} s"),
                                     "check whether these processes are stopped, or end them")
             time.sleep(_WAIT_S)
 
@@ -342,6 +345,11 @@ class Publisher:
         if not self._state.buffers:
             raise OperError("the publication was closed", "name", self.name, "an open one",
                             "publish again")
+
+    def stop_waiting(self) -> None:
+        """Make a publication that waits for readers, and every later one that would wait, raise
+        DeadlineError at once; for a process that is to exit."""
+        self._stopping.set()
 
     def close(self) -> None:
         """Stop accepting readers and release the tables; attached readers keep the last epoch."""
