@@ -21,8 +21,6 @@ from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0  # default time limit of a child's answer
 _STDERR = 2  # descriptor of this process's stderr: only results go to its stdout
-# Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
-_ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,14 @@ class ProcessOptions:
         k: v for k, v in MALLOC.items() if k not in os.environ})
     cgroup: Path | None = None
     sockets: Sequence[socket.socket] = ()
+
+
+def threads(count: int) -> dict[str, str]:
+    """Environment variables of a process in which every library uses `count` threads.
+
+    ``OMP_NUM_THREADS`` also sets the number of Arrow's threads that compute.
+    """
+    return dict.fromkeys(("OMP_NUM_THREADS", "ARROW_IO_THREADS", "POLARS_MAX_THREADS"), str(count))
 
 
 class Child:
@@ -140,7 +146,7 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Start a single-threaded process with this process's allocator settings."""
-    return Child(function, arguments, "a measured process", ProcessOptions(environment=_ALONE))
+    return Child(function, arguments, "a measured process", ProcessOptions(environment=threads(1)))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
