@@ -1,6 +1,7 @@
 """Helpers to run benchmarks in tests, and cases and child processes that go wrong."""
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -84,9 +85,8 @@ class Threads:
     name = "threads"
 
     def measure(self, tell: Progress) -> dict[str, object]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("a warning", stacklevel=1)
+        warnings.warn("a warning", stacklevel=1)
+        logging.getLogger("torch").warning("a warning")
         print("own words", file=sys.stderr)
         return {"arrow": [pyarrow.cpu_count(), pyarrow.io_thread_count()],
                 "torch_log": os.environ["TORCH_CPP_LOG_LEVEL"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
@@ -21,6 +22,9 @@ from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0  # default time limit of a child's answer
 _STDERR = 2  # descriptor of this process's stderr: only results go to its stdout
+# Children write to this process's stderr, where warnings of Python and of torch's C++ code would
+# appear once per child. Errors still appear, and the user may set other values.
+_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Child:
             self._process = subprocess.Popen(
                 [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
                  str(os.getpid())],
-                env={**inherited, **options.environment, "PYTHONPATH": path},
+                env={**_QUIET, **inherited, **options.environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL, stdout=_STDERR,
                 pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
         self.pid = self._process.pid
@@ -181,6 +185,7 @@ def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any
 def main() -> None:
     """Entry point of the child."""
     end_with_parent(int(sys.argv[2]))
+    logging.disable(logging.WARNING)  # torch logs some when it is imported; errors still appear
     with Connection(int(sys.argv[1])) as pipe:
         function, arguments = pickle.loads(pipe.recv_bytes())
         function(pipe, *arguments)

@@ -7,11 +7,9 @@ import functools
 import gc
 import itertools
 import json
-import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -23,9 +21,6 @@ from oper.errors import OperError
 from oper.support.processes import MALLOC, free_port, trim_memory
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity
-# Workers share this process's stderr. Warnings of Python and of torch's C++ code would appear there
-# once per rank; errors still do.
-_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
@@ -48,7 +43,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
     try:
         for rank, options in enumerate(rank_options or _on_this_host(world_size)):
             environment = {
-                **MALLOC, **threads(num_threads), **_QUIET, "RANK": str(rank),
+                **MALLOC, **threads(num_threads), "RANK": str(rank),
                 "WORLD_SIZE": str(world_size), **options.environment}
             workers.append(Child(_work, (list(cases),), f"rank {rank}",
                                  replace(options, environment=environment)))
@@ -106,9 +101,6 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
 
 
 def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
-    logging.disable(logging.WARNING)
-    # Some of torch's modules turn their own warnings on again.
-    warnings.showwarning = lambda *_, **__: None
     import torch
     import torch.distributed as dist
 
