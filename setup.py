@@ -161,7 +161,7 @@ class BuildNative(build_ext):
 
         def compile_one(job: tuple[str, Path]) -> None:
             source, obj = job
-            print(f"compiling {source}", flush=True)
+            print(f"compiling {source}\n", end="", flush=True)  # one write, as threads print
             run_tool([*compiler, *flags, *includes, "-MMD", "-MF", str(obj.with_suffix(".d")),
                       "-MT", "object", "-c", source], obj)
 

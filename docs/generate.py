@@ -132,7 +132,7 @@ def _command(parser: argparse.ArgumentParser, level: int) -> list[str]:
 def _spelled(action: argparse.Action) -> str:
     value = ""
     if action.nargs != 0:
-        names = action.metavar or (",".join(map(str, action.choices)) if action.choices else
+        names = action.metavar or (", ".join(map(str, action.choices)) if action.choices else
                                    action.dest.upper() if action.option_strings else action.dest)
         value = " ".join(names) if isinstance(names, tuple) else str(names)
         value += "..." if action.nargs in ("+", "*") else ""

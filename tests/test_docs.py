@@ -289,7 +289,7 @@ def test_generated_pages_are_complete() -> None:
     for verb in cli.COMMANDS:
         assert f"\n## oper {verb}\n" in pages["reference/cli.md"]
     assert "`--latency-bound MS`" in pages["reference/cli.md"]
-    assert "`--device cpu,cuda`" in pages["reference/cli.md"]  # of one benchmark
+    assert "`--device cpu, cuda`" in pages["reference/cli.md"]  # of one benchmark
     for name in VARIABLES:
         assert f"| `{name}` |" in pages["reference/environment.md"]
     assert '`[model]` with `name = "cadvae"`' in pages["reference/configuration.md"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,8 +75,15 @@ def drift(table: TableStats) -> float:
 
 
 def bucket_distances(table: TableStats) -> list[float]:
-    """Return the total variation distance, 0 to 1, of each time bucket from the previous one."""
-    return [_distance(a, b) for a, b in zip(table.buckets, table.buckets[1:], strict=False)]
+    """Return the total variation distance, 0 to 1, of each time bucket from the previous one.
+
+    Buckets with less than a twentieth of the mean number of lookups are left out: the training part
+    often ends shortly after a bucket has begun, and the distance of a few samples is only noise.
+    """
+    sizes = [int(bucket.counts.sum()) for bucket in table.buckets]
+    kept = [bucket for bucket, size in zip(table.buckets, sizes, strict=True)
+            if 20 * len(sizes) * size >= sum(sizes)]
+    return [_distance(a, b) for a, b in itertools.pairwise(kept)]
 
 
 def distance(old: TableStats, new: TableStats) -> float:

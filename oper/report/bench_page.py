@@ -14,6 +14,8 @@ from oper.support.files import read_json
 from oper.tables import format_bytes
 
 _MAX_BARS = 40
+# Figures that describe the measurement, which only the table lists.
+_SURROUNDINGS = ("other_busy_cores", "load_before", "load_after")
 
 
 def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,7 +45,8 @@ def bench_page(value: Mapping[str, Any]) -> str:
     cases = value["cases"]
     numbers = [{k: float(v) for k, v in c.items() if _is_number(v)} for c in cases]
     keys = list(dict.fromkeys(k for found in numbers for k in found))
-    shared = [k for k in keys if sum(k in found for found in numbers) >= 2]
+    shared = [k for k in keys if k not in _SURROUNDINGS
+              and sum(k in found for found in numbers) >= 2]
     plots: list[Plot | Table] = [
         *_contenders(cases), *_phases(cases), *_links(cases), *_hosts(cases), *_predictions(cases)]
     for k in shared:

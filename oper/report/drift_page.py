@@ -1,4 +1,4 @@
-"""A page on the drift of accesses from a plan's statistics, and on whether a new plan pays."""
+"""A page on the drift of accesses from a plan's statistics, and on whether a new plan pays off."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """Summarize a drift in one line: mean distance and, with a plan, whether a new plan pays."""
+    """Summarize a drift in a line: mean distance and, with a plan, whether a new plan pays off."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:
@@ -78,7 +78,7 @@ def verdict(drift: Drift) -> str:
              f"{change.new_step_us:,.1f} us with another (modelled)")
     if gain <= 0:
         return f"{text}: keep the plan"
-    return (f"{text}: another plan saves {gain:.1f} % and pays after "
+    return (f"{text}: another plan saves {gain:.1f} % and pays off after "
             f"{change.break_even_steps:,.0f} steps")
 
 
@@ -89,14 +89,14 @@ def drift_page(old: AccessStats, found: Sequence[Drift],
         Plot("Drift of lookups", "Total variation distance from the old statistics: 0 = equal, 1 = "
              "disjoint; rare ids add noise. Shown for the tables with the most lookups.",
              _distances(old, found))]
-    tiles = [("tables", f"{len(old.tables):,}"), ("compared", f"{len(found):,}"),
-             ("mean distance, last", f"{found[-1].mean:.3f}" if found else "-")]
+    tiles = [("tables", f"{len(old.tables):,}"), ("later statistics", f"{len(found):,}"),
+             ("mean distance of the last", f"{found[-1].mean:.3f}" if found else "-")]
     if planned is not None and found:
         blocks += _costs(old, found, *planned)
         last = found[-1].replanning
         if last is not None:
             tiles += [("another plan saves", f"{_saved(last):.1f} %"),
-                      ("and pays after", _steps(last))]
+                      ("another plan pays off after", _steps(last))]
     names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)
     rows = [[n, f"{old.tables[n].num_rows:,}", f"{old.tables[n].num_accesses:,}",
              *(f"{d.distances[n]:.3f}" for d in found)] for n in names]
@@ -124,15 +124,16 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
     rows = [[name, f"{c.old_step_us:,.1f}", f"{c.new_step_us:,.1f}", f"{_saved(c):.1f} %",
              format_bytes(c.moved_bytes), f"{c.copy_us / 1e3:,.1f}", _steps(c)]
             for name, c in changes]
-    note = (f"Modelled for {topology.name}. A step of the plan takes {start:,.1f} us on the "
-            "statistics that it was made from. A change of plan copies all rows into new arenas: "
-            "it pays once the time saved in all steps equals the time of the copy.")
+    note = (f"Modelled for the topology {topology.name!r}. A step of the plan takes "
+            f"{start:,.1f} us on the statistics that it was made from. A change of plan copies all "
+            "rows into new arenas: it pays off once the time saved in all steps equals the time of "
+            "the copy.")
     return [Plot("Cost of the old plan", "A training or inference step, modelled on each of the "
                  "later statistics: with the plan in use, and with a plan made from them.",
                  _cost_curve(start, changes)),
-            Table("When another plan pays", ["statistics", "this plan, us", "another, us", "saves",
-                                             "rows that move", "copy, ms", "pays after"],
-                  rows, note)]
+            Table("When another plan pays off", [
+                "statistics", "this plan, us", "another, us", "saves", "rows that move", "copy, ms",
+                "pays off after"], rows, note)]
 
 
 def _distances(old: AccessStats, found: Sequence[Drift]) -> str:

@@ -232,7 +232,7 @@ def placement_map(plan: Plan, problem: Problem) -> str:
                               ha="center", va="center", gid=f"inside{y}-{piece.start}-{tier.start}")
                 left += part
     name_bars(axis, [t.spec.name for t in tables],
-              "share of lookups, hottest rows first (number: owner)")
+              "share of lookups, hottest rows first")
     axis.set_xlim(0, 1)
     axis.spines["left"].set_visible(False)
     used = {placement_kind(x, plan.world_size)

@@ -47,7 +47,7 @@ def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
         f"{b.saves_us:.1f}", b.move or "no better place"] for b in bottlenecks(plan, problem)]
     return Table("Bottleneck", ["table", "rows", "placed", "load, us", "saves, us",
                                 "when placed as"], rows, _binding(found),
-                 f"{KEY}, x8: over 8 ranks.")
+                 f"{KEY}.")
 
 
 def _bytes(found: Evaluation) -> Table:
@@ -111,8 +111,9 @@ def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
              "most lookups first.",
              figures.loads(found, before)),
         Plot("Where rows are stored", f"The {mapped} tables with the most lookups. Replicated rows "
-             "are read locally by every rank, striped rows are distributed over ranks, owned rows "
-             "are stored on one rank.", figures.placement_map(plan, problem)),
+             "are read locally by every rank, a copy per host by all ranks of its host; striped "
+             "rows are distributed over ranks; owned rows are stored on one rank, whose number is "
+             "shown.", figures.placement_map(plan, problem)),
         Plot("How much the hottest rows cover", "Share of a table's lookups that go to its hottest "
              "rows; without statistics, all rows count as equally hot.", figures.coverage(problem)),
     ]

@@ -55,8 +55,10 @@ def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
     if checks:
         names = list(dict.fromkeys(n for x in checks for n, v in x.items()
                                    if isinstance(v, float) and n != "time"))
-        tiles += [(f"{n}, validation", _number(checks[-1].get(n))) for n in names[:2]]
-        blocks.append(Table("Validation", ["step", *names], [
+        titles = [n.replace("_", " ") for n in names]
+        tiles += [(f"{title}, validation", _number(checks[-1].get(n)))
+                  for n, title in zip(names[:2], titles, strict=False)]
+        blocks.append(Table("Validation", ["step", *titles], [
             [f"{x.get('step', x.get('steps', 0)):,}", *(_number(x.get(n)) for n in names)]
             for x in checks]))
     phases = Counter[str]()
@@ -66,7 +68,7 @@ def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
     if phases:
         blocks.append(Plot("Phases", "Seconds in phases of lookups and updates, over all ranks.",
                            stacked([("all steps", phases)], "seconds", "phases")))
-    return render("Training run", f"Of {name}.", tiles, [*blocks, *_keys(steps, checks)])
+    return render("Training run", f"Folder {name}.", tiles, [*blocks, *_keys(steps, checks)])
 
 
 def _keys(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]

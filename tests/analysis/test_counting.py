@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from oper.analysis import CountOptions, PresenceSampler, TableCounter, describe, drift, skew
 from oper.analysis.presence import Lookups
+from oper.analysis.summary import bucket_distances
 from oper.analysis.value_counts import ValueCountOptions, stats_from_value_counts
 from oper.errors import FileFormatError, InvalidInputError
 from oper.stats import AccessStats, TableStats, TimeBucket
@@ -307,6 +308,13 @@ def test_drift_is_the_mean_total_variation() -> None:
     assert drift(table([1], buckets=(same, same))) == 0
     assert drift(table([1], buckets=(same, moved))) == pytest.approx(0.25)
     assert drift(table([1], buckets=(same, moved, gone))) == pytest.approx((0.25 + 1) / 2)
+
+
+def test_drift_ignores_the_few_samples_of_a_bucket_that_has_just_begun() -> None:
+    first, moved = bucket("1", r0=200, r1=200), bucket("2", r0=300, r1=100)
+    begun = bucket("3", r5=1)
+    assert drift(table([1], buckets=(first, moved, begun))) == pytest.approx(0.25)
+    assert bucket_distances(table([1], buckets=(begun,))) == []
 
 
 def test_describe_is_json_and_has_no_nan() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_FRESH = ("test_bench_record", "test_bench_cluster", "test_bench_data")
+_FRESH = ("test_bench_record", "test_bench_cluster", "test_bench_data", "test_launch")
 
 
 @pytest.fixture(scope="module", autouse=True)

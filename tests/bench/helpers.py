@@ -1,13 +1,17 @@
 """Helpers to run benchmarks in tests, and cases and child processes that go wrong."""
 
 import json
+import logging
 import os
+import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow
 import torch
 
 from oper.bench.core.child import obey
@@ -73,3 +77,26 @@ class BrokenDynamicCase(DynamicCase):
 
         with mock.patch.object(State, "rows_of", wrong_rows_of):
             return DynamicCase.measure(self, progress)
+
+
+class Threads:
+    """A case that warns, prints, and reports the threads of its process."""
+
+    name = "threads"
+
+    def measure(self, tell: Progress) -> dict[str, object]:
+        warnings.warn("a warning", stacklevel=1)
+        logging.getLogger("torch").warning("a warning")
+        print("own words", file=sys.stderr)
+        return {"arrow": [pyarrow.cpu_count(), pyarrow.io_thread_count()],
+                "torch_log": os.environ["TORCH_CPP_LOG_LEVEL"]}
+
+
+class Failing:
+    """A case that prints and fails."""
+
+    name = "failing"
+
+    def measure(self, tell: Progress) -> dict[str, object]:
+        print("last words", file=sys.stderr)
+        raise ValueError("a number is wrong")

@@ -202,7 +202,7 @@ def test_the_drift_report_names_when_a_new_plan_pays_off(tmp_path: Path,
     change = found.replanning
     assert change is not None and f"{change.old_step_us:,.1f}" in page
     saves = change.new_step_us < 0.9995 * change.old_step_us
-    assert ("day2" in out) and ("pays after" in out.splitlines()[1]) == saves
+    assert ("day2" in out) and ("pays off after" in out.splitlines()[1]) == saves
     assert main([*words, "--plan", str(tmp_path / "plan.json")]) == 2  # on which machine?
     assert "--topology" in capsys.readouterr().err
     with pytest.raises(InvalidInputError, match="same tables"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
@@ -21,8 +22,9 @@ from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0  # default time limit of a child's answer
 _STDERR = 2  # descriptor of this process's stderr: only results go to its stdout
-# Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
-_ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+# Children write to this process's stderr, where warnings of Python and of torch's C++ code would
+# appear once per child. Errors still appear, and the user may set other values.
+_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ class ProcessOptions:
         k: v for k, v in MALLOC.items() if k not in os.environ})
     cgroup: Path | None = None
     sockets: Sequence[socket.socket] = ()
+
+
+def threads(count: int) -> dict[str, str]:
+    """Environment variables of a process in which every library uses `count` threads.
+
+    ``OMP_NUM_THREADS`` also sets the number of Arrow's threads that compute.
+    """
+    return dict.fromkeys(("OMP_NUM_THREADS", "ARROW_IO_THREADS", "POLARS_MAX_THREADS"), str(count))
 
 
 class Child:
@@ -74,7 +84,7 @@ class Child:
             self._process = subprocess.Popen(
                 [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
                  str(os.getpid())],
-                env={**inherited, **options.environment, "PYTHONPATH": path},
+                env={**_QUIET, **inherited, **options.environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL, stdout=_STDERR,
                 pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
         self.pid = self._process.pid
@@ -140,7 +150,7 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Start a single-threaded process with this process's allocator settings."""
-    return Child(function, arguments, "a measured process", ProcessOptions(environment=_ALONE))
+    return Child(function, arguments, "a measured process", ProcessOptions(environment=threads(1)))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
@@ -175,6 +185,7 @@ def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any
 def main() -> None:
     """Entry point of the child."""
     end_with_parent(int(sys.argv[2]))
+    logging.disable(logging.WARNING)  # torch logs some when it is imported; errors still appear
     with Connection(int(sys.argv[1])) as pipe:
         function, arguments = pickle.loads(pipe.recv_bytes())
         function(pipe, *arguments)

@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import json
-import logging
 import os
 import sys
 import traceback
@@ -16,7 +15,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from oper.bench.core.child import Child, ProcessOptions
+from oper.bench.core.child import Child, ProcessOptions, threads
 from oper.bench.core.record import BusyClock
 from oper.errors import OperError
 from oper.support.processes import MALLOC, free_port, trim_memory
@@ -33,7 +32,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
             rank calls after initializing the default process group (gloo; only if `world_size` >
             1). The result must be representable as JSON.
         world_size: number of processes.
-        num_threads: threads of each process (``OMP_NUM_THREADS``).
+        num_threads: threads of each process, see `child.threads`.
         rank_options: launch options of each rank, whose environment includes the rendezvous
             address; by default all ranks run on this host and use its loopback interface.
 
@@ -44,8 +43,8 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
     try:
         for rank, options in enumerate(rank_options or _on_this_host(world_size)):
             environment = {
-                **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
-                "RANK": str(rank), "WORLD_SIZE": str(world_size), **options.environment}
+                **MALLOC, **threads(num_threads), "RANK": str(rank),
+                "WORLD_SIZE": str(world_size), **options.environment}
             workers.append(Child(_work, (list(cases),), f"rank {rank}",
                                  replace(options, environment=environment)))
         for _ in cases:
@@ -102,7 +101,6 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
 
 
 def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
-    logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
 

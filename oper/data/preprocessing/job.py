@@ -49,7 +49,8 @@ def occupied(target: str, is_ours: bool) -> InvalidInputError:
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(what, "output", target, "a new or empty folder",
-                                 "it holds an earlier output: pass --force to replace it")
+                                 "it holds an earlier output: pass --force (force=True) to replace "
+                                 "it")
     return InvalidInputError(what, "output", target, "a new or empty folder, or an earlier output",
                              "it holds something else: choose another folder")
 

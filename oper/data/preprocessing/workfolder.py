@@ -156,7 +156,8 @@ class WorkFolder:
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",
-                                    "pass these again, or start from scratch with --force")
+                                    "pass these again, or start from scratch with --force "
+                                    "(force=True)")
 
     def _make(self, begin: Callable[[Path], None]) -> None:
         self._remove()

@@ -50,12 +50,13 @@ class Needs:
 
     def text(self, free: int | None = None) -> str:
         """Format the estimate in one line; `free`: free bytes on the disk, None = omit."""
-        return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work_bytes)} while "
+        rows = float(f"{self.rows:.3g}")
+        return (f"about {rows:,.0f} rows; disk: about {format_bytes(self.work_bytes)} while "
                 f"working, {format_bytes(self.output_bytes)} to keep"
                 + ("" if free is None else f"; {format_bytes(free)} free")
                 + f"; memory: about {format_bytes(self.memory_bytes)} for each worker; time: about "
-                + (f"{self.core_seconds / 60:,.0f} minutes" if self.core_seconds > 99 else
-                   f"{self.core_seconds:.0f} seconds") + " of one core (modelled)")
+                + (f"{self.core_seconds / 60:,.0f} min" if self.core_seconds > 99 else
+                   f"{max(1, self.core_seconds):.0f} s") + " of one core (modelled)")
 
 
 def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:

@@ -21,7 +21,7 @@ from oper.search.problem.statement import IDS, ROWS, Problem
 from oper.support.text import aligned
 from oper.tables import format_bytes
 
-KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
+KEY = "S: rows split, B: copies, P: split and sent as partial sums; x8: over 8 ranks, @3: on rank 3"
 _MAX_RANKS = 16  # ranks, domains and hosts that are listed; of further ranks two are shown
 
 
