@@ -95,11 +95,11 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     (racked(_hosts(4, 1), 0.3, 0.3), EVERYTHING), (racked(_hosts(4, 1), 0.3, 0.3), PUSHED),
     (racked(_hosts(4, 1), 9.0, 9.0), PUSHED),
 ], ids=lambda x: f"{x.name}-{x.world_size}" if isinstance(x, Topology) else str(len(x)))
-def test_loads_in_the_search_equal_the_cost_model(topology: Topology, allow: frozenset[str]
-                                                  ) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_loads_in_the_search_equal_the_cost_model(seed: int, topology: Topology,
+                                                  allow: frozenset[str]) -> None:
     """With nonzero costs of hosts, tiers, column pieces and owners' requests to themselves."""
-    for seed in range(4):
-        _check_loads(topology, allow, seed)
+    _check_loads(topology, allow, seed)
 
 
 def _check_loads(topology: Topology, allow: frozenset[str], seed: int) -> list[list[Part]]:
