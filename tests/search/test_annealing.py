@@ -134,7 +134,7 @@ def test_modelled_step_equals_evaluation() -> None:
     evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
     assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
-    plan = plan_problem(stated, seed=5)
+    plan = plan_problem(stated, seed=5, target_gap=0.15)
     step = evaluate(plan, stated).step_us
     assert step <= many.step_us * 1.03
 
