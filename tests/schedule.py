@@ -107,6 +107,9 @@ NIGHTLY = (
     Nightly("tests/bench/test_bench_models.py::test_training_steps_of_a_recommender",
             "test_tables_alone_get_batches_without_cached_results; "
             "test_bench_lookup.py::test_two_processes_measure_and_verify"),
+    Nightly("tests/bench/test_bench_lookup.py::test_cross_networks_in_both_precisions",
+            "test_two_processes_measure_and_verify has a DLRM; integration/test_dense_parts.py and "
+            "train/test_train.py have cross networks"),
     Nightly("tests/bench/test_bench_lookup.py::test_ranks_that_share_no_memory",
             "test_two_processes_measure_and_verify; test_bench_cluster.py"),
     Nightly("tests/bench/test_bench_recommenders.py::test_protocols_of_published_tables",
@@ -178,7 +181,8 @@ NIGHTLY = (
             "one loss each at forward and update, of two ranks",
             r".*-barrier-.*|3-outbox-1|3-update-3"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::test_checkpoints_between_torchrec_and_oper",
-            "table-wise with its state, column-wise", "row_wise-both"),
+            "table-wise with its state; test_column_wise_state_is_converted_both_ways",
+            "row_wise-both|column_wise-model"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::"
             "test_converted_column_wise_state_equals_table_wise_state",
             "test_column_wise_state_is_converted_both_ways"),
@@ -186,7 +190,16 @@ NIGHTLY = (
             "200 changes", "1000"),
     Nightly("tests/integration/test_inside_torch.py::"
             "test_the_default_back_end_compiles_lookups_of_unknown_sizes",
-            "test_compiled_training_is_bitwise_eager_training compiles lookups by another back end"),
+            "test_compiled_training_is_bitwise_eager_training has another back end"),
+    Nightly("tests/integration/test_inside_torch.py::"
+            "test_compiled_training_is_bitwise_eager_training", "with weights", "False"),
+    Nightly("tests/integration/test_deltas.py::test_a_checkpoint_and_its_deltas_restore_the_run",
+            "two ranks and a plan with column pieces", "1-3|2-5"),
+    Nightly("tests/integration/test_publication_from_deltas.py::"
+            "test_every_step_equals_a_full_publication",
+            "rows of 4 bits on two ranks, of 8 bits on one", "2-101-None|2-105-float16"),
+    Nightly("tests/integration/test_dynamic_deltas.py::test_hosts_change_no_bit",
+            "four ranks on two hosts", "abb-0-mixed"),
     Nightly("tests/integration/test_groups_of_models.py::test_groups_have_the_keys_of_one_group",
             "two hosts, each of two groups", "|abcd"),
     Nightly("tests/integration/test_groups_of_models.py::test_models_are_trained_and_saved",
@@ -224,6 +237,7 @@ NIGHTLY = (
             "|partial_rowwise_lamb)"),
     Nightly("tests/cuda/test_emulated.py::test_rows_fetched_once_give_the_hosts_bits",
             "each amount of memory, with weights and without, two and three ranks",
+            "2-rich0-.*-float16-.*|2-rich1-.*-float32-.*|"
             "2-mixed1-False-.*-(768|0)|2-mixed1-True-.*-(None|768)|3-mixed1-False-.*-(None|768)"
             "|3-mixed1-True-.*-(None|0)"),
     Nightly("tests/cuda/test_emulated.py::test_dims",
@@ -243,6 +257,15 @@ NIGHTLY = (
     Nightly("tests/rl_rec/test_sqn.py::test_learned_policies_do_better_than_the_log",
             "cloned and td3+bc", "cql|dqn|iql"),
     Nightly("tests/test_demo.py::test_shard_dlrm", "under torchrun", "alone"),
+    Nightly("tests/rl_rec/test_concepts.py::test_real_edges_are_found",
+            "each graph of several edges, with one of the two activities",
+            r"edges0-.*|edges[14]-0\.0|edges[23]-0\.8"),
+    Nightly("tests/rl_rec/test_concepts.py::test_the_true_edges_are_recovered", "two seeds",
+            "[23]"),
+    Nightly("tests/serve/test_model.py::test_a_signal_ends_a_start",
+            "SIGTERM; test_sigterm_while_modules_are_imported_ends_a_start", "2"),
+    Nightly("tests/train/test_train.py::test_two_processes",
+            "with cross layers; with TorchRec's sharding", "oper-0"),
     Nightly("tests/train/test_train.py::test_sharded_equals_unsharded",
             "a model of sequences, two autoencoders and popularity; cdt4rec in two processes",
             "dt|cdt4rec|macridvae"),
@@ -274,7 +297,6 @@ NIGHTLY = (
 # parameter's value that no case before has; the others run nightly.
 SAMPLED = {
     "tests/cuda/test_short_steps.py::test_streams_that_work_late_give_the_hosts_bits": 2,
-    "tests/rl_rec/test_concepts.py::test_real_edges_are_found": 3,
     "tests/search/test_branching.py::test_no_plan_is_below_the_bound_of_its_own_node": 3,
     "tests/search/test_certificate.py::test_consumption_of_a_piece_equals_the_cost_model": 8,
     "tests/search/test_cost.py::test_unit_loads_equal_the_cost_model": 3,
