@@ -139,7 +139,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Sample]
 def test_a_file_is_damaged_or_replaced(kind: str, how: str, samples: dict[str, files.Sample],
                                        tmp_path: Path) -> None:
     rng = random.Random(f"{kind} {how}")
-    for _ in range(20):
+    for _ in range(8):  # many more in `python -m tests.faults`
         check(files.damaged_file(samples[kind], how, rng, tmp_path))
 
 

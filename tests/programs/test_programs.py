@@ -28,16 +28,18 @@ def check(totals: Totals, world_size: int) -> None:
         pytest.fail(f"seed {seed}: {finding.text}\n{program.text()}", pytrace=False)
 
 
-def test_one_rank() -> None:
-    totals = run_seeds(QUICK[1], 1, jobs=0, quiet=True)
+@pytest.mark.parametrize("seeds", [QUICK[1][:48], QUICK[1][48:]], ids=["few", "more"])
+def test_one_rank(seeds: range) -> None:
+    totals = run_seeds(seeds, 1, jobs=0, quiet=True)
     check(totals, 1)
     tried = {name for name, _ in totals.counts}
     assert {name for name, action in ACTIONS.items() if action.weight >= 0.5} <= tried
-    assert totals.programs == len(QUICK[1])
+    assert totals.programs == len(seeds)
 
 
-def test_two_ranks() -> None:
-    check(run_seeds(QUICK[2], 2, quiet=True), 2)
+@pytest.mark.parametrize("seeds", [QUICK[2][:16], QUICK[2][16:]], ids=["few", "more"])
+def test_two_ranks(seeds: range) -> None:
+    check(run_seeds(seeds, 2, quiet=True), 2)
 
 
 @pytest.fixture(scope="module")

@@ -95,11 +95,11 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     (racked(_hosts(4, 1), 0.3, 0.3), EVERYTHING), (racked(_hosts(4, 1), 0.3, 0.3), PUSHED),
     (racked(_hosts(4, 1), 9.0, 9.0), PUSHED),
 ], ids=lambda x: f"{x.name}-{x.world_size}" if isinstance(x, Topology) else str(len(x)))
-def test_loads_in_the_search_equal_the_cost_model(topology: Topology, allow: frozenset[str]
-                                                  ) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_loads_in_the_search_equal_the_cost_model(seed: int, topology: Topology,
+                                                  allow: frozenset[str]) -> None:
     """With nonzero costs of hosts, tiers, column pieces and owners' requests to themselves."""
-    for seed in range(4):
-        _check_loads(topology, allow, seed)
+    _check_loads(topology, allow, seed)
 
 
 def _check_loads(topology: Topology, allow: frozenset[str], seed: int) -> list[list[Part]]:
@@ -134,7 +134,7 @@ def test_modelled_step_equals_evaluation() -> None:
     evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
     assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
-    plan = plan_problem(stated, seed=5)
+    plan = plan_problem(stated, seed=5, target_gap=0.15)
     step = evaluate(plan, stated).step_us
     assert step <= many.step_us * 1.03
 

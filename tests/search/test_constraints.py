@@ -97,7 +97,9 @@ def test_reserve_and_cap_limit_the_memory_of_a_rank():
 def test_keep_together_and_keep_apart():
     specs, stats = tables_and_stats(8, 9)
     for allow in ({"owned", "pull"}, EVERYTHING):
-        plan = make_plan(specs, stats, gpus(4), batch_size=128, allow=allow, constraints={
+        # The bound ignores groups, so that the gap stays larger, however long the search.
+        plan = make_plan(specs, stats, gpus(4), batch_size=128, allow=allow, target_gap=0.15,
+                         constraints={
             "keep_together": [["t0", "t1", "t2"]],
             "keep_apart": [["t3", "t4", "t5"], ["t0", "t6"]]})
         assert ranks_of(plan, "t0") == ranks_of(plan, "t1") == ranks_of(plan, "t2")

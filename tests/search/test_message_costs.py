@@ -241,7 +241,7 @@ def test_plans_within_a_budget_are_certified(objective: str, tmp_path: Path) -> 
     exact, fewest = (plan_problem(replace(stated, message_bits=x))
                      for x in (EXACT, fewest_bits(stated)))
     steps = []
-    for budget in (1e-12, 1e-6, 1e-5, 1e-4, 1.0):
+    for budget in (1e-12, 1e-5, 1.0):
         plan = make_plan(specs, stats, topology, objective=objective, batch_size=1024,
                          message_variance=budget, allow=allow)
         plan.save(tmp_path / "plan.json")
@@ -255,7 +255,7 @@ def test_plans_within_a_budget_are_certified(objective: str, tmp_path: Path) -> 
         steps.append(plan.step_us)
     assert steps[0] == pytest.approx(exact.step_us, rel=1e-3)
     assert steps[-1] == pytest.approx(fewest.step_us, rel=1e-3)
-    assert steps[0] > 1.05 * steps[2] > 1.05 * steps[-1]
+    assert steps[0] > 1.05 * steps[1] > 1.05 * steps[2]
 
 
 @settings(max_examples=examples(15), deadline=None)

@@ -117,7 +117,9 @@ def test_more_memory_never_gives_a_slower_plan(seed, factors, in_host):
         if plan is not None:
             assert made.lower_bound_us * (1 - 1e-9) <= made.step_us <= plan.step_us
             alone = plan_problem(stated, time_budget_s=0.2)
-            assert alone.step_us <= plan.step_us * (1 + alone.gap) * (1 + 1e-9)
+            # On a busy machine, the time may end before there is a bound.
+            gap = alone.gap if alone.lower_bound_us > 0 else np.inf
+            assert alone.step_us <= plan.step_us * (1 + gap) * (1 + 1e-9)
         plan = made
 
 

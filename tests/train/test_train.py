@@ -129,7 +129,7 @@ def test_metrics_lines_cover_all_steps_and_no_other_work(prepared: Prepared, tmp
     """Losses and phases include the steps before a validation or checkpoint; time excludes both."""
     flags: dict[str, Any] = {"max_steps": 6, "batch_size": 64}
     train(config(prepared, tmp_path / "all", **flags, log_every=1), show_progress=False)
-    pause, save, evaluate = 0.4, Checkpoints.after, ClickTask.evaluate
+    pause, save, evaluate = 0.15, Checkpoints.after, ClickTask.evaluate
 
     def slowly(function: Any, *arguments: Any) -> Any:
         time.sleep(pause)
