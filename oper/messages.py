@@ -142,7 +142,7 @@ class MessageBits:
         dims = {t.name: t.dim for t in tables}
         unknown = [name for name, *_ in self.tables if name not in dims]
         require("invalid message_bits", "correct the names, or leave these tables out",
-                ("tables that the model lacks", unknown[:8], not unknown,
+                ("unknown tables", unknown[:8], not unknown,
                  f"tables of the model, such as {sorted(dims)[:8]}"))
         for name, dim in dims.items():
             pair = self.of(name)

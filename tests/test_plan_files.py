@@ -220,7 +220,7 @@ def test_two_tables_may_not_share_a_name() -> None:
 
 
 def test_a_column_split_table_has_no_single_tier_list() -> None:
-    with pytest.raises(PlanError, match=r"read TablePlan\.pieces"):
+    with pytest.raises(PlanError, match=r"each of TablePlan\.pieces"):
         _ = mixed_plan().table("wide").tiers
 
 
@@ -296,7 +296,7 @@ def test_bits_by_table() -> None:
     assert bits.only({"b", "c"}).to_json() == {"b": [8, 8]}
     even, odd = ([TableSpec(name, 9, dim) for name in "abc"] for dim in (64, 63))
     bits.check_for(even)
-    with pytest.raises(InvalidInputError, match=r"message_bits=\['a'\]"):
+    with pytest.raises(InvalidInputError, match=r"unknown tables=\['a'\]"):
         bits.check_for(even[1:])
     for four in (MessageBits(32, 4), MessageBits.parse({"b": 4})):
         four.check_for(even)

@@ -191,7 +191,7 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
                           ROW_TYPES.index(x.dtype)])
             if x.tier.placement == "replicated":
                 refreshes += _refreshes(t, x, row_address, replica_address[rank], rank)
-        places = []  # addresses of the head map and of the head order
+        places = []  # where head map and head order begin in `heads`; -1 = none
         for head in (d.head_map(), () if d.table.dtype == "float32" else d.head_order()):
             places.append(len(heads) if head else -1)
             heads += head
