@@ -17,7 +17,14 @@ import oper
 from oper import cli
 from oper.errors import InvalidInputError, PlanInfeasibleError, UsageError
 from oper.report import doctor
-from oper.support.environment import BUILD, VARIABLES, check_environment, problems, setting
+from oper.support.environment import (
+    BUILD,
+    RENAMED,
+    VARIABLES,
+    check_environment,
+    problems,
+    setting,
+)
 from tests import forked
 from tests.support import ROOT, run_oper
 
@@ -424,6 +431,16 @@ def test_valid_values_of_variables_are_accepted(name: str, text: str,
     check_environment()
     check_environment(at=BUILD)
     assert list(problems()) == []
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_variables_with_an_old_name_are_refused(old: str, new: str, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
+    monkeypatch.setenv(old, "1000")
+    with pytest.raises(InvalidInputError, match=rf"{old}.*set {new}"):
+        check_environment(at=VARIABLES[new].at)
+    (line,) = problems()
+    assert old in line and new in line
 
 
 def test_nothing_starts_with_an_invalid_variable() -> None:

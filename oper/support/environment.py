@@ -86,6 +86,7 @@ VARIABLES: dict[str, Variable] = {
     "CXX": Variable("build: the C++ compiler", at=BUILD),
     "MAX_JOBS": _count("build: number of parallel compiler processes", BUILD),
 }
+RENAMED = {"OPER_OUTBOX_BYTES": "OPER_SEND_BUFFER_BYTES"}  # refused, as it would have no effect
 
 
 def setting(name: str, what: str = "cannot start") -> str:
@@ -103,7 +104,8 @@ def setting(name: str, what: str = "cannot start") -> str:
 
 
 def check_environment(what: str = "cannot start", at: str = RUN) -> None:
-    """Raise InvalidInputError for the first variable whose value is not allowed.
+    """Raise InvalidInputError for the first variable whose value is not allowed, or whose name was
+    changed.
 
     Args:
         what: beginning of the message.
@@ -112,12 +114,20 @@ def check_environment(what: str = "cannot start", at: str = RUN) -> None:
     for name, variable in VARIABLES.items():
         if variable.at == at:
             setting(name, what)
+    for old, new in RENAMED.items():
+        if VARIABLES[new].at == at and os.environ.get(old):
+            raise InvalidInputError(what, f"environment variable {old}", os.environ[old],
+                                    "an unset variable", f"set {new}, its new name, and unset it")
 
 
 def problems() -> Iterator[str]:
-    """Yield an error message for every variable whose value is not allowed."""
+    """Yield an error message for every variable whose value is not allowed, or whose name was
+    changed."""
     for name, variable in VARIABLES.items():
         text = os.environ.get(name, "")
         if text and not variable.accepts(text):
             yield (f"{name}={text!r}, expected {variable.expected}; set it to such a value, or "
                    "unset it")
+    for old, new in RENAMED.items():
+        if os.environ.get(old):
+            yield f"{old}={os.environ[old]!r}, expected an unset variable; set {new}, its new name"
