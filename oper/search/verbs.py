@@ -233,7 +233,7 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"bound       {found.bound_us:12.1f} us   the lowest over {found.num_leaves} "
               f"{'leaves' if found.num_leaves != 1 else 'leaf'} of the search tree, recomputed")
     if math.isfinite(found.cutoff_us):
-        print(f"cutoff      {found.cutoff_us:12.1f} us   the bound covers all plans faster than this")
+        print(f"cutoff      {found.cutoff_us:12.1f} us   the bound covers all faster plans")
     if found.certified:
         print(f"gap         {100 * found.gap:12.3f} %\n"
               "verified: no plan of the searched space is faster than "
