@@ -230,10 +230,10 @@ def run_verify(args: argparse.Namespace) -> int:
         return 0 if found.certified else 1
     print(f"step        {found.step_us:12.1f} us   evaluated again")
     if math.isfinite(found.bound_us):
-        print(f"bound       {found.bound_us:12.1f} us   the least of {found.num_leaves} "
-              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, recomputed from the prices")
+        print(f"bound       {found.bound_us:12.1f} us   the lowest over {found.num_leaves} "
+              f"{'leaves' if found.num_leaves != 1 else 'leaf'} of the search tree, recomputed")
     if math.isfinite(found.cutoff_us):
-        print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
+        print(f"cutoff      {found.cutoff_us:12.1f} us   the bound covers all faster plans")
     if found.certified:
         print(f"gap         {100 * found.gap:12.3f} %\n"
               "verified: no plan of the searched space is faster than "
