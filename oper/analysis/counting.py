@@ -37,8 +37,9 @@ class CountOptions:
         dense_budget_bytes: memory for dense counters (4 bytes per row) of all tables. Tables that
             do not fit are counted by sorting, which is also exact, but several times slower.
         sparse_budget_bytes: memory of one such table's counts (11 to 21 bytes per touched row,
-            twice that if ids or accesses exceed 32 bits). Beyond it, heavy hitters are kept with a
-            bounded error, and the tail is estimated from a sample of its rows (see
+            twice that if ids or accesses exceed 32 bits), and up to one and a half times as much
+            again while new counts are merged. Beyond it, heavy hitters are kept with a bounded
+            error, and the tail is estimated from a sample of its rows (see
             `oper.analysis.sketch`).
         max_overhead: share of the time that a live `Collector` may take, e.g. 0.02; it skips
             batches that would exceed this share. None = count every batch.

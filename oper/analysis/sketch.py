@@ -89,6 +89,7 @@ class CountTable:
         self._num_accesses = 0
         self._kind: np.dtype[Any] = np.dtype(np.uint32)  # dtype of ids and counts
         self._runs: list[Counts] = []
+        self._num_entries = 0  # ids in all runs
 
     @property
     def num_ids(self) -> int:
@@ -106,7 +107,7 @@ class CountTable:
             sums[at[is_known]] += counts[is_known]
             known = np.insert(known, at[~is_known], ids[~is_known])
             sums = np.insert(sums, at[~is_known], counts[~is_known])
-            self._runs = [(known, sums)]
+            self._runs, self._num_entries = [(known, sums)], known.size
         return known, sums
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
@@ -123,14 +124,15 @@ class CountTable:
         ids = ids.astype(self._kind, copy=False)
         counts = None if counts is None else counts.astype(self._kind, copy=False)
         taken, run = ids.size, _counted(ids, counts)
-        sizes = [known.size for known, _ in self._runs] + [run[0].size]
-        if sum(sizes) + _STEP > _capacity(self.max_bytes, self._kind):
+        if self._num_entries + run[0].size + _STEP > _capacity(self.max_bytes, self._kind):
             taken = self._fitting(ids)
             run = _counted(ids[:taken], None if counts is None else counts[:taken])
         if taken:
             self._runs.append(run)
-        if sum(sizes[1:]) > max(_MANY, sizes[0] // 8):
-            self._merged()
+            self._num_entries += run[0].size
+            known = self._runs[0][0].size
+            if self._num_entries - known > max(_MANY, known // 8):
+                self._merged()
         return taken
 
     def _widen(self) -> bool:
@@ -167,6 +169,7 @@ class CountTable:
             level = np.partition(counts, at)[at]
             keep = counts > level
             self._runs = [(ids[keep], counts[keep] - level)]
+            self._num_entries = int(np.count_nonzero(keep))
             self.error += int(level)
 
     def sample(self, level: int) -> Counts:
