@@ -89,6 +89,7 @@ def _library(name: str, command: list[str], as_cpp: list[str], tail: list[str]) 
             objects = list(pool.map(compile_one, sources))
         _run([*command, "-shared", *objects, *(f"-L{p}" for p in library_paths()),
               *tail, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(target)])
+        target.with_name("prefix.h.gch").unlink(missing_ok=True)  # 100 MB
 
     return _kept(name, make, command, tail, _EMULATION_FLAGS, _PREFIX)
 
