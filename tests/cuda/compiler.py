@@ -78,17 +78,20 @@ def _library(name: str, command: list[str], as_cpp: list[str], tail: list[str]) 
 
         def compile_one(source: Path) -> str:
             name = "_".join(source.relative_to(ROOT).parts)
-            out = target.with_name(f"{name}.o")
+            out, part = target.with_name(f"{name}.o"), target.with_name(f"{name}.o.part")
             own = _EMULATION_FLAGS if source.stem == "emulation" else shared
-            _run([*command, *own, *includes, *as_cpp, "-c", str(source), "-o", str(out)])
+            if not out.exists():  # else of a build that was interrupted
+                _run([*command, *own, *includes, *as_cpp, "-c", str(source), "-o", str(part)])
+                part.replace(out)
             return str(out)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, sources))
         _run([*command, "-shared", *objects, *(f"-L{p}" for p in library_paths()),
               *tail, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(target)])
+        target.with_name("prefix.h.gch").unlink(missing_ok=True)  # 100 MB
 
-    return _kept(name, make, command, tail, _EMULATION_FLAGS)
+    return _kept(name, make, command, tail, _EMULATION_FLAGS, _PREFIX)
 
 
 @functools.cache
