@@ -110,6 +110,24 @@ def test_rows_and_errors_do_not_depend_on_the_other_lines_of_a_block(
     assert_same(whole, read(path, rules, block_bytes=1))  # every line is a block of its own
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_empty_lines_are_no_rows_of_missing_fields(tmp_path: Path, ending: str, quote: str) -> None:
+    """Only in a log of one column is an empty line a row."""
+    path = tmp_path / "log.txt"
+    columns = [{"name": name, "kind": "sparse", "parse": "int"} for name in "ab"]
+    for lines in (["", "1,2"], ["1,2", "", "3,4"], ["1,2", "", ""], [",", "1,2"]):
+        path.write_bytes("".join(line + ending for line in lines).encode())
+        rules = recipe_from_dict({"name": "any", "separator": ",", "quote": quote,
+                                  "column": columns})
+        found = read(path, rules)
+        assert found.rows.tolist() == [k for k, line in enumerate(lines) if line]
+        assert found.num_bad == lines.count("")
+    path.write_bytes(f"1{ending}{ending}2{ending}".encode())
+    rules = recipe_from_dict({"name": "any", "separator": ",", "column": columns[:1]})
+    assert read(path, rules).sparse[0].to_pylist() == [1, None, 2]
+
+
 @pytest.mark.parametrize("share", [0.001, 0.3])
 def test_malformed_rows_far_into_a_file(tmp_path: Path, share: float, invent: Any) -> None:
     rng = np.random.default_rng(4)

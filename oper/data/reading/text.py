@@ -185,6 +185,11 @@ def _is_odd(data: bytes, text: TextLayout) -> bool:
     if b"\0" in data or (b"\r" in data and not text.layout.quote
                          and data.count(b"\r") != data.count(b"\r\n")):
         return True
+    # pyarrow takes an empty line for a row of missing fields, which labels and times must not be.
+    if len(text.columns) > 1 and all(c.kind not in ("label", "time") for c in text.columns) and (
+            data.startswith((b"\n", b"\r\n")) or b"\n\n" in data
+            or (b"\r" in data and b"\n\r\n" in data)):
+        return True
     # pyarrow accepts hexadecimal integers. A false positive only costs time. A single character is
     # found much faster than two.
     return any(x in data and b"0" + x in data for x in (b"x", b"X")) and any(
