@@ -438,7 +438,8 @@ def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InvalidInputError, match=r"ranks \[3\] pass other arguments"):
             tables.start_migration(other, 1 << 20 if rank == 3 else None)
         tables.is_full = rank > 1
-        with pytest.raises(OperError, match="no room" if rank > 1 else r"cannot start the move=\[1\]"):
+        with pytest.raises(OperError,
+                           match="no room" if rank > 1 else r"cannot start the move=\[1\]"):
             tables.migrate(other)
         tables.is_full = False
         tables.start_migration(other)
