@@ -109,6 +109,19 @@ def _readable(text: str) -> str:
                   text.encode("utf-8", "backslashreplace").decode())
 
 
+def _described(error: Exception) -> str:
+    """The message of an error; of an operating system's error its path, reason and remedy instead
+    of its number."""
+    if (not isinstance(error, OSError) or not isinstance(error.filename, (str, bytes))
+            or not error.strerror):
+        return _readable(str(error))
+    remedy = ("check its permissions" if isinstance(error, PermissionError) else
+              "check the path" if isinstance(error, (FileNotFoundError, IsADirectoryError,
+                                                     NotADirectoryError)) else "")
+    return _readable(f"cannot use {os.fsdecode(error.filename)!r}: {error.strerror}"
+                     + f"; {remedy}" * bool(remedy))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. As usual with argparse, its usage errors raise
     SystemExit(2), ``--help`` and ``--version`` SystemExit(0)."""
@@ -139,6 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OperError, OSError) as error:
         if os.environ.get("OPER_DEBUG") == "1":
             raise
-        print(f"oper: {_readable(str(error))}", file=sys.stderr)
+        print(f"oper: {_described(error)}", file=sys.stderr)
         kinds = {PlanInfeasibleError: 3, UsageError: 2}
         return next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)

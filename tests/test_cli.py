@@ -199,7 +199,13 @@ def raising(error: BaseException) -> Callable[[], int]:
     (InvalidInputError("ids are wrong"), 1, "oper: ids are wrong\n"),
     (UsageError("a flag is wrong"), 2, "oper: a flag is wrong\n"),
     (PlanInfeasibleError("needs 3 GB"), 3, "oper: needs 3 GB\n"),
-    (FileNotFoundError(2, "No such file", "x.npz"), 1, "oper: [Errno 2] No such file: 'x.npz'\n"),
+    (FileNotFoundError(2, "No such file", "x.npz"), 1,
+     "oper: cannot use 'x.npz': No such file; check the path\n"),
+    (PermissionError(13, "Denied", b"x.npz"), 1,
+     "oper: cannot use 'x.npz': Denied; check its permissions\n"),
+    (OSError(28, "No space left on device", "x.npz"), 1,
+     "oper: cannot use 'x.npz': No space left on device\n"),
+    (OSError("no number"), 1, "oper: no number\n"),
     (KeyboardInterrupt(), 130, "oper: interrupted\n"),
 ])
 def test_errors_become_a_line_and_a_code(
