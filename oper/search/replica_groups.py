@@ -19,6 +19,7 @@ that were compared.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,8 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
         The plan, with `replica_groups`, `synchronize_every`, `synchronize_delay` and
         `synchronize_bits`. Its `step_us` and `lower_bound_us` exclude synchronization. The note
         ``replica_groups`` lists ``groups`` (their number), ``step_us`` and ``bound_us`` with
-        synchronization, and ``synchronization_us``.
+        synchronization, and ``synchronization_us``. A warning names numbers of groups that were
+        not compared, because groups would be unequal or constraints do not apply to them.
 
     Raises:
         InvalidInputError: `interval` or `bits` is not valid, or `make` raises this for one group.
@@ -69,16 +71,19 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
     plans: dict[int, Plan] = {}
     compared: list[dict[str, Any]] = []
     infeasible: PlanInfeasibleError | None = None
+    left_out: list[str] = []
     for count in (k for k in range(1, topology.num_hosts + 1) if topology.num_hosts % k == 0):
         try:
             plan = make(topology.divided(count))
         except PlanInfeasibleError as error:
             infeasible = infeasible or error
             continue
-        except InvalidInputError:
+        except InvalidInputError as error:
             if count == 1:
                 raise
-            continue  # unequal groups, or constraints that name ranks outside a group
+            # Unequal groups, or constraints that name ranks outside a group.
+            left_out.append(f"{count} groups: {error}")
+            continue
         took_us, shared_us, least_us = synchronization_us(plan, topology, (count, every, bits),
                                                           stats)
         plans[count] = plan
@@ -90,6 +95,8 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
     if not compared:
         assert infeasible is not None
         raise infeasible
+    if left_out:
+        warnings.warn(f"the plan is not compared with {'; '.join(left_out)}", stacklevel=3)
     best = min(compared, key=lambda x: x["step_us"])["groups"]
     plan = plans[best]
     return replace(plan, topology=topology.name, replica_groups=best,

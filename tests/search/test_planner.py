@@ -388,6 +388,17 @@ def test_slow_uplinks_separate_groups(uplink: float, every: int, groups: int) ->
     assert (again.replica_groups, again.synchronize_every) == (groups, plan.synchronize_every)
 
 
+def test_numbers_of_groups_that_are_left_out_are_named() -> None:
+    """With a slower link, the hosts of one group differ from those of the others."""
+    topology = racks(0.005)
+    *others, last = topology.domains
+    uneven = replace(topology, domains=(*others, replace(last, cross_gbps=last.cross_gbps / 2)))
+    with pytest.warns(UserWarning, match=r"not compared with 2 groups: cannot divide.*; 4 groups"):
+        plan = make_plan(TABLES, skewed(), uneven, batch_size=BATCH, synchronize_every=16)
+    assert plan.replica_groups == 1
+    assert [x["groups"] for x in plan.notes["replica_groups"]] == [1]
+
+
 @pytest.mark.parametrize(("optimizer", "samples"), [("rowwise_adagrad", 2), ("sgd", 4)])
 def test_a_synchronization_sends_the_expected_rows(optimizer: str, samples: int) -> None:
     """The expected bytes equal those of drawn ids: every rank sends the rows that it owns and its
