@@ -52,7 +52,7 @@ def _step(relaxation: Relaxation, placements: list[Placement]) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_are_as_good_as_the_best_on_a_grid(seed: int) -> None:
-    """Two stripes beside two pushed tables on different hosts."""
+    """Two stripes beside two tables that the first host owns."""
     stated = _problem(gpus(2, per_host=1), 4, seed)
     relaxation = lower_bound(stated).relaxation
     pushed = [_pushed(stated, 0, 0), _pushed(stated, 1, 0)]

@@ -127,13 +127,15 @@ class Relaxation:
             self.own_share[:, o] = np.minimum(1.0, most[self.table_of, self.options[o].rank_class]
                                               / np.maximum(self.features[:, ROWS], 1e-9))
 
-        # Plans that a search compares differ in few tables.
-        self._load_vector_of = lru_cache(2 * len(self.tables))(
-            lambda k, pieces: table_load_vector(model, self.tables[k], pieces))
+        tables = self.tables  # a function that refers to `self` would keep it in a reference cycle
 
-    def load_vector_of(self, k: int, pieces: tuple[Piece, ...]) -> LoadVector:
-        """Load vector of a placement of table `k`; the last ones are kept, two per table."""
-        return self._load_vector_of(k, pieces)
+        # Plans that a search compares differ in few tables.
+        @lru_cache(2 * len(tables))
+        def load_vector_of(k: int, pieces: tuple[Piece, ...]) -> LoadVector:
+            return table_load_vector(model, tables[k], pieces)
+
+        #: Load vector of a placement of a table, given by its index; the last ones are kept.
+        self.load_vector_of = load_vector_of
 
     # -- building ---------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
 
 def plan_load_vector(relaxation: Relaxation, placements: list[Placement]) -> LoadVector:
     """Load vector of a plan with the given placements of the relaxation's tables."""
-    return reduce(LoadVector.plus, (relaxation.load_vector_of(k, pieces) for k, pieces
-                               in enumerate(placements)), relaxation.base_load_vector)
+    of_tables = (relaxation.load_vector_of(k, pieces) for k, pieces in enumerate(placements))
+    return reduce(LoadVector.plus, of_tables, relaxation.base_load_vector)
 
 
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:

@@ -141,10 +141,10 @@ def _solved(relaxation: Relaxation, placements: list[Placement], stripes: list[_
     # Most ranks are as busy whoever the owner is: as the shares of a stripe add up to 1, its least
     # loads are constant, and only what exceeds them is a coefficient.
     excess = [x.loads - x.loads.min(axis=0) for x in stripes]
-    room = m.capacity_bytes - m.per_domain(total.rows[Row.HELD])
-    limits = np.concatenate([-us.reshape(-1), np.maximum(room, 0.0), np.zeros(len(stripes))])
+    slack = m.capacity_bytes - m.per_domain(total.rows[Row.HELD])
+    limits = np.concatenate([-us.reshape(-1), np.maximum(slack, 0.0), np.zeros(len(stripes))])
     solver = silent_solver()
-    num_loads, num_domains = us.size, room.size
+    num_loads, num_domains = us.size, slack.size
     for n, limit in enumerate(limits):
         solver.addRow(0.0 if n >= num_loads + num_domains else -inf, float(limit), 0,
                       np.zeros(0, np.int32), np.zeros(0))
