@@ -148,8 +148,10 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:
     """A plan in which no domain holds more than `domain_bytes`; None if no plan fits."""
-    ranks = min(len(d.ranks) for d in problem.topology.domains)
-    held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
+    m = problem.machine  # its capacities contain the limits of the constraints
+    limits = np.minimum(m.capacity_bytes, domain_bytes).clip(0.0)[m.domain] / m.num_domain
+    each = tuple(limits.astype(np.int64).tolist())
+    held = replace(problem.constraints, memory_bytes=each[0] if len(set(each)) == 1 else each)
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
     try:
         # Host memory must not replace device memory here: the aim is less memory in total.
@@ -259,9 +261,9 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
             low = middle
         else:
             high = middle
-    ways = [] if best is None else [f"a bound of {math.ceil(best.p99_ms * 1e3) / 1e3:g} ms"]
+    ways = [] if best is None else [f"a bound of {math.ceil(best.p99_ms * 1e3) / 1e3} ms"]
     if low > 0:
-        ways.append(f"{math.floor(low):g} samples per second")
+        ways.append(f"{math.floor(low)} samples per second")
     ways.append("more ranks, or less dense compute")
     held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
     return PlanInfeasibleError(
