@@ -236,6 +236,14 @@ class Topology:
         """
         if count == 1:
             return self
+
+        def check(is_right: bool) -> None:
+            require(f"cannot divide the hosts of topology {self.name!r}",
+                    "choose a number that divides the hosts into groups of equal hosts and racks",
+                    ("number of groups", count, is_right,
+                     f"a divisor of {self.num_hosts} hosts that makes equal groups"))
+
+        check(count > 1 and self.num_hosts % count == 0)
         size = self.world_size // count
         parts = []
         for first in range(0, size * count, size):
@@ -247,12 +255,9 @@ class Topology:
             parts.append((tuple(replace(d, ranks=tuple(r - first for r in d.ranks),
                                         host=index[d.host]) for d in inside),
                           racks if len(racks) > 1 else ()))
-        require(f"cannot divide the hosts of topology {self.name!r}",
-                "choose a number that divides the hosts into groups of equal hosts and racks",
-                ("number of groups", count,
-                 self.num_hosts % count == 0 and all(x == parts[0] for x in parts)
-                 and [r for d in parts[0][0] for r in d.ranks] == list(range(size)),
-                 f"a divisor of {self.num_hosts} hosts that makes equal groups"))
+        check(all(x == parts[0] for x in parts)
+              and len({d.host for d in parts[0][0]}) * count == self.num_hosts
+              and [r for d in parts[0][0] for r in d.ranks] == list(range(size)))
         return replace(self, name=f"{self.name}, one of {count} groups", domains=parts[0][0],
                        racks=parts[0][1])
 

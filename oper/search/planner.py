@@ -14,6 +14,7 @@ import numpy as np
 from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
+from oper.ranges import Rule
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import Evaluation, evaluate
@@ -40,6 +41,7 @@ _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time lim
 _LEFT = "search_gap"  # a plan's note: the gap left by a search that had time but missed its target
 _OPTIONS = ("effort", "seed", "allow", "constraints")  # notes of the options of a search
 _Proof = dict[str, Any]  # see `_proof`
+_LEAST_0, _ABOVE_0 = Rule(lambda x: x >= 0, ">= 0"), Rule(lambda x: x > 0, "> 0")  # refuse NaN
 
 
 def make_plan(
@@ -136,6 +138,17 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             or hardly larger than the gap that an earlier search with the same options left: then
             `start` is returned with a new bound, found with the branchings of its old proof.
     """
+    started = time.monotonic()
+    require("cannot search for a plan", "pass effort 'fast' or 'thorough', target_gap and seed of "
+            "at least 0, and a positive time_budget_s or None",
+            ("effort", effort, isinstance(effort, str) and effort in EFFORTS,
+             f"one of {sorted(EFFORTS)}"),
+            ("target_gap", target_gap, _LEAST_0.allows(target_gap, float), "a number >= 0"),
+            ("time_budget_s", time_budget_s,
+             time_budget_s is None or _ABOVE_0.allows(time_budget_s, float), "a number > 0"),
+            ("seed", seed, _LEAST_0.allows(seed, int), "an integer >= 0"))
+    seed = int(seed)  # not a number of NumPy, which JSON cannot represent
+    time_budget_s = None if time_budget_s is None else float(time_budget_s)
     if message_variance is not None:
         require("cannot choose the bits of messages", "give one of the two",
                 ("message_bits", problem.message_bits.to_json(), problem.message_bits == EXACT,
@@ -144,13 +157,6 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         return plan_within(problem, message_variance, lambda p, x: plan_problem(
             p, effort=effort, time_budget_s=share, target_gap=target_gap, seed=seed,
             start=start if x is None else x))
-    started = time.monotonic()
-    require("cannot search for a plan", "pass effort 'fast' or 'thorough', target_gap and seed of "
-            "at least 0, and a positive time_budget_s or None",
-            ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
-            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
-            ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
-            ("seed", seed, seed >= 0, ">= 0"))
     problem.message_bits.check_for(t.spec for t in problem.tables)
     budget = EFFORTS[effort]
     if time_budget_s is not None:

@@ -222,10 +222,21 @@ def test_rows_that_do_not_pack_are_infeasible_although_their_sum_fits():
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("effort", "heroic"), ("target_gap", -1), ("target_gap", float("nan")), ("seed", -1)])
+    ("effort", "heroic"), ("effort", ["fast"]), ("target_gap", -1), ("target_gap", float("nan")),
+    ("target_gap", "1"), ("seed", -1), ("seed", 1.5), ("seed", "1"), ("time_budget_s", 0),
+    ("time_budget_s", "1")])
 def test_bad_effort_gap_and_seed_are_refused(name, value):
-    with pytest.raises(InvalidInputError, match=name):
+    with pytest.raises(InvalidInputError, match=f"{name}="):
         plan_problem(problem(2, 0, host(2)), **{name: value})
+
+
+def test_numbers_of_numpy_are_written_to_the_plan_file():
+    specs, stats = tables_and_stats(2, 0)
+    plan = make_plan(specs, stats, host(2), batch_size=np.int64(64), seed=np.int32(3),
+                     target_gap=np.float32(0.01), time_budget_s=np.float32(0.5))
+    again = Plan.from_text(plan.to_text())
+    assert (again.batch_size, again.notes["seed"], again.notes["time_budget_s"]) == (64, 3, 0.5)
+    assert verify_plan(again, make_problem(specs, stats, host(2), batch_size=64)).certified
 
 
 def test_a_time_budget_is_kept():
@@ -327,6 +338,21 @@ def test_least_memory_that_meets_the_bound() -> None:
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("topology", [
+    topology(3), replace(topology(3), domains=(
+        topology(3).domains[0], replace(topology(3).domains[1], ranks=(1, 2))))],
+    ids=["ranks", "domains"])
+def test_a_rank_s_memory_limit_holds_for_the_plan_of_least_memory(topology: Topology) -> None:
+    need = SERVED_ROWS * 256
+    held = {"memory_bytes": [need // 8, 4 * need, 4 * need]}
+    plan, serving = plan_latency(SERVED, stats(), topology, LatencyGoal(20_000, 5.0, max_batch=64),
+                                 held)
+    stated = make_problem(SERVED, stats(), topology, objective="inference",
+                          batch_size=plan.batch_size, constraints=held)
+    assert evaluate(plan, stated).fits and serving.memory_bytes < 1.1 * need
+
+
+@pytest.mark.usefixtures("short")
 def test_one_domain_needs_one_copy() -> None:
     plan, serving = plan_latency(SERVED, stats(), topology(1), LatencyGoal(1000, 20.0))
     assert serving.replica_share == 0
@@ -339,6 +365,11 @@ def test_infeasible_bound_names_remedies() -> None:
         plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))
     bound = float(str(refused.value).split("a bound of ")[1].split(" ms")[0])
     plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, bound, max_batch=8))
+    with pytest.raises(PlanInfeasibleError, match="samples per second") as refused:
+        plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e9, 3.0, max_batch=1024))
+    rate = str(refused.value).split("change: ")[1].split(" samples")[0]
+    assert int(rate) > 1e6  # not rounded to six digits, perhaps up
+    plan_latency(SERVED, stats(), topology(2), LatencyGoal(float(rate), 3.0, max_batch=1024))
     for bad in ({"request_rate": 0.0}, {"bound_ms": -1.0}, {"max_batch": 0},
                 {"dense_us": (1.0, -1.0)}):
         with pytest.raises(InvalidInputError):
@@ -496,8 +527,13 @@ def test_divided_topologies() -> None:
     assert topology.divided(1) is topology
     assert replace(topology, racks=(Rack((0, 2), 1.0), Rack((1, 3), 1.0))).divided(2).racks == (
         Rack((0,), 1.0), Rack((1,), 1.0))
-    with pytest.raises(InvalidInputError, match="a divisor of 4 hosts"):
-        topology.divided(3)
+    for count in (0, 3, 8, 10**30):
+        with pytest.raises(InvalidInputError, match="a divisor of 4 hosts"):
+            topology.divided(count)
+    mixed = replace(gpus(4), domains=tuple(replace(d, host=k % 2)
+                                           for k, d in enumerate(gpus(4).domains)))
+    with pytest.raises(InvalidInputError, match="equal groups"):
+        mixed.divided(2)  # of the two hosts, each group would have a rank of both
     unequal = replace(topology, domains=(replace(topology.domains[0], cross_gbps=9.0),
                                          *topology.domains[1:]))
     with pytest.raises(InvalidInputError, match="equal groups"):

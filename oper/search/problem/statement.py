@@ -298,7 +298,8 @@ def make_problem(
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
     """
     specs = check_unique(tables)
-    _check_arguments(topology, objective, batch_size)
+    _check_arguments(stats, topology, objective, batch_size)
+    batch_size = int(batch_size)  # not a number of NumPy, which JSON cannot represent
     if stats is None:
         warnings.warn("no access statistics: the plan is based on table sizes alone and assumes "
                       "that all rows of a table are equally hot", stacklevel=2)
@@ -355,8 +356,11 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
     return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
 
 
-def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
+def _check_arguments(stats: Any, topology: Any, objective: str, batch_size: Any) -> None:
     what = "cannot state the planning problem"
+    require(what, "read a file with AccessStats.load, or pass None if there are none",
+            ("stats", stats, stats is None or isinstance(stats, AccessStats),
+             "an oper.AccessStats"))
     require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
             ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
     require(what, "state the objective, training or inference",
