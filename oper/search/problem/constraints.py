@@ -198,6 +198,8 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
         "either all tiers, or constraints on some rows"))
+    if held.tiers is not None:
+        check_tiers(what, held.tiers, num_rows, world_size)
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]
@@ -208,8 +210,8 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
     for x in held.pinned:
         # To check it like a tier of a plan, pad it with other tiers to a complete table.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
-        tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
-        check_tiers(what, tiers, num_rows, world_size)
+        check_tiers(what, tuple(sorted([*rest, x], key=lambda t: t.start)), num_rows, world_size)
+    for x in (*(held.tiers or ()), *held.pinned):
         wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
             held, x)
         require(what, "change the pin or the other constraint", *(

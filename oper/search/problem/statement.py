@@ -325,10 +325,13 @@ def make_problem(
     for t in specs:
         mine = problem.held(t.name)
         check_rows(t.name, mine, t.num_rows, world_size)
+        lacks_memory = "host" in (mine.memories or ()) and not topology.host_memory_bytes
         require(f"no placement is allowed for table {t.name!r}",
-                "remove the constraint or extend `allow`",
-                ("constraint", mine, mine.tiers is not None or _may_place(problem, t.name),
-                 f"a placement and a mode of {sorted(problem.allow)}"))
+                "state host_memory_bytes in the topology, or allow device memory" if lacks_memory
+                else "remove the constraint or extend `allow`",
+                ("constraint", Constraints({t.name: mine}).to_json().get("tables"),
+                 mine.tiers is not None or _may_place(problem, t.name),
+                 f"a placement, a mode and a memory of {sorted(problem.allow)}"))
     return problem
 
 
