@@ -253,7 +253,7 @@ def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
     try:
         for part in fitting:
             part.grow_as(proof, found.step_us, found.step_us / start.step_us)
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None  # the notes of a plan that no planner wrote
     tighten(fitting, budget.max_work // _SHARE, found.step_us, goal_us, budget.deadline)
     lower_us = min(x.lower_bound_us for x in fitting)

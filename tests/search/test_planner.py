@@ -100,7 +100,11 @@ def test_a_plan_of_a_similar_problem_is_kept_without_a_search(no_search):
     assert kept.gap < 0.01 and kept.notes["bnb_nodes"] < plan.notes["bnb_nodes"]
     assert plan_problem(other, start=kept).tables == plan.tables  # its proof serves as well
     slow = replace(plan, tables=uniform_plan(work.tables, 16, "owned").tables)
-    for start in (slow, replace(plan, notes={}), plan_problem(one, start=plan, time_budget_s=9.0)):
+    damaged = [replace(plan, notes={**plan.notes, "certificate": json.loads(re.sub(
+        rf'("{number}": )[0-9.e+-]+', rf"\g<1>{10**400}", json.dumps(plan.notes["certificate"])))})
+        for number in ("at_us", r"\d+")]  # loads to branch at, or prices
+    for start in (slow, replace(plan, notes={}), *damaged,
+                  plan_problem(one, start=plan, time_budget_s=9.0)):
         with pytest.raises(AssertionError, match="searched"):
             plan_problem(other, start=start)
 
