@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
-from oper.plan import Plan, uniform_plan
+from oper.plan import Plan, TablePlan, uniform_plan
 from oper.ranges import Rule
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
@@ -168,13 +168,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             plan, proof = kept
             return with_bound(_noted(plan, problem, effort, seed, time_budget_s), problem,
                               _proved_us(proof), proof)
-    try:
-        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
-    except PlanInfeasibleError:
-        if not problem.fallback:
-            raise
-        problem = problem.with_fallback()
-        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    problem, plan, proof = _searched(problem, start, budget, target_gap, seed)
     check_constraints(plan, problem.constraints)
     plan = _noted(plan, problem, effort, seed, time_budget_s)
     lower_us = _proved_us(proof)
@@ -259,13 +253,21 @@ def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
     lower_us = min(x.lower_bound_us for x in fitting)
     if not lower_us >= goal_us:  # also if a price is not a number
         return None
-    notes = {"constants": problem.topology.source, "bound_method": "branching",
+    plan = _made(start.tables, problem, found.step_us, parts)
+    notes = {**plan.notes, "bound_method": "branching"} | ({_LEFT: left} if left else {})
+    return replace(plan, notes=notes), _proof(parts)
+
+
+def _made(tables: tuple[TablePlan, ...], problem: Problem, step_us: float, parts: list[Subspace]
+          ) -> Plan:
+    """A plan with notes of how its bound was found; `parts` bound all plans."""
+    fitting = [x for x in parts if not x.bound.is_infeasible]
+    notes = {"constants": problem.topology.source,
+             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": min(x.root_us for x in fitting)}
-    if left:
-        notes[_LEFT] = left
-    return Plan(problem.machine.world_size, start.tables, problem.objective, problem.batch_size,
-                problem.topology.name, found.step_us, notes=notes), _proof(parts)
+    return Plan(problem.machine.world_size, tables, problem.objective, problem.batch_size,
+                problem.topology.name, step_us, notes=notes)
 
 
 def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
@@ -285,6 +287,26 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
     return replace(plan, tables=start.tables, step_us=found.step_us)
 
 
+def _searched(problem: Problem, start: Plan | None, budget: Effort, target_gap: float, seed: int
+              ) -> tuple[Problem, Plan, _Proof]:
+    """Search a problem, and if no plan fits, again with the features of its fallback.
+
+    Returns:
+        The problem with the features that were allowed, the plan, and the proof of its bound. The
+        plan is `start` if the search finds none and `start` fits: if memory is scarce, few plans
+        fit, and the search may miss them all.
+    """
+    try:
+        return problem, *plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    except PlanInfeasibleError:
+        if problem.fallback:
+            return _searched(problem.with_fallback(), start, budget, target_gap, seed)
+        if start is None or not _is_allowed(start, evaluate(start, problem), problem):
+            raise
+    parts, step_us = subspaces(problem, budget.deadline), evaluate(start, problem).step_us
+    return problem, _made(start.tables, problem, step_us, parts), _proof(parts)
+
+
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:
     """Search and bound a problem without `keep_together` and `keep_apart` groups."""
     parts = subspaces(problem, budget.deadline)
@@ -294,16 +316,10 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     best = _search_subspaces(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
-    root_us = min(x.root_us for x in fitting)
     tables = best[0].bound.relaxation.tables
     plan = plan_of(problem, {t.spec.name: pieces for t, pieces in zip(
         tables, best[1].placements, strict=True)})
-    step_us = best[1].evaluation.step_us
-    notes = {"constants": problem.topology.source,
-             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
-             "bnb_nodes": sum(x.solved for x in fitting),
-             "relaxation_us": root_us}
-    return replace(plan, step_us=step_us, notes=notes), _proof(parts)
+    return _made(plan.tables, problem, best[1].step_us, parts), _proof(parts)
 
 
 def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,

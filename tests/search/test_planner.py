@@ -14,7 +14,7 @@ import pytest
 from oper.bench.plan import workloads as plan_workloads
 from oper.cli import main
 from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
-from oper.plan import Plan, Tier, uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.replanning import step_us
 from oper.search import (
     EXECUTABLE,
@@ -223,6 +223,25 @@ def test_rows_that_do_not_pack_are_infeasible_although_their_sum_fits():
         make_plan(specs, None, gpus(2, memory_bytes=6000), objective="inference", batch_size=1)
     factor = float(str(caught.value).split("memory per domain times ")[1].split(":")[0])
     assert factor == pytest.approx(8000 / 6000, abs=0.001)
+
+
+def test_a_start_plan_that_just_fits_is_kept_if_the_search_finds_none():
+    """Tables of 8 random sizes fill each of 4 ranks exactly."""
+    rng, size = np.random.default_rng(0), 100_000
+    dims = [np.diff([0, *np.sort(rng.choice(np.arange(1, size), 7, replace=False)), size])
+            for _ in range(4)]
+    owners = {TableSpec(f"t{r}.{k}", 1, int(dim), optimizer="sgd"): r
+              for r, each in enumerate(dims) for k, dim in enumerate(each)}
+    start = Plan(4, tuple(TablePlan(t, (Piece(0, t.dim, (Tier(0, 1, "owned", (r,)),)),))
+                          for t, r in owners.items()), "inference", 1)
+    with pytest.warns(UserWarning):
+        stated = make_problem(owners, None, gpus(4, memory_bytes=4 * size), objective="inference",
+                              batch_size=1, allow={"owned", "pull"})
+    with pytest.raises(PlanInfeasibleError):
+        plan_problem(stated)
+    plan = plan_problem(stated, start=start)
+    assert plan.tables == start.tables and evaluate(plan, stated).fits
+    assert verify_plan(Plan.from_text(plan.to_text()), stated).certified
 
 
 @pytest.mark.parametrize(("name", "value"), [
