@@ -451,6 +451,11 @@ def test_numbers_of_groups_that_are_left_out_are_named() -> None:
         plan = make_plan(TABLES, skewed(), uneven, batch_size=BATCH, synchronize_every=16)
     assert plan.replica_groups == 1
     assert [x["groups"] for x in plan.notes["replica_groups"]] == [1]
+    pin = {"rows": [0, 9], "place": "owned", "ranks": [1]}
+    with pytest.warns(UserWarning, match=r"not compared with 4 groups: .*ranks=\(1,\)"):
+        plan = make_plan(TABLES, skewed(), topology, batch_size=BATCH, synchronize_every=16,
+                         constraints={"tables": {"t0": {"pinned": [pin]}}})
+    assert [x["groups"] for x in plan.notes["replica_groups"]] == [1, 2]
 
 
 @pytest.mark.parametrize(("optimizer", "samples"), [("rowwise_adagrad", 2), ("sgd", 4)])

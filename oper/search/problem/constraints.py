@@ -192,14 +192,13 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
-    """Raise InvalidInputError if constraints on some rows of a table contradict each other."""
+    """Raise InvalidInputError if constraints on rows of a table are invalid or contradict other
+    constraints on it."""
     what = f"invalid constraint of table {name!r}"
     require(what, "remove 'tiers', or 'pinned' and 'replicate'", (
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
         "either all tiers, or constraints on some rows"))
-    if held.tiers is not None:
-        check_tiers(what, held.tiers, num_rows, world_size)
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]
@@ -207,10 +206,16 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
             not ends or 0 <= ends[0] <= ends[-1] <= num_rows)
         require(what, "order the ranges, and keep them inside the table", (
             label, ranges, is_right, f"row ranges within 0..{num_rows} that do not overlap"))
+    complete = [] if held.tiers is None else [held.tiers]
     for x in held.pinned:
         # To check it like a tier of a plan, pad it with other tiers to a complete table.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
-        check_tiers(what, tuple(sorted([*rest, x], key=lambda t: t.start)), num_rows, world_size)
+        complete.append(tuple(sorted([*rest, x], key=lambda t: t.start)))
+    try:
+        for tiers in complete:
+            check_tiers(what, tiers, num_rows, world_size)
+    except PlanError as error:
+        raise InvalidInputError(str(error)) from None
     for x in (*(held.tiers or ()), *held.pinned):
         wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
             held, x)
