@@ -41,7 +41,6 @@ from oper.ranges import (
     Count,
     Parsed,
     Positive,
-    PositiveAmount,
     Rule,
     Share,
     one_of,
@@ -73,6 +72,9 @@ def parse_bytes(value: int | float | str) -> int:
     return int(size)
 
 
+#: Bandwidth in GB/s, in a range in which times are finite numbers above 0.
+_GBPS = Rule(lambda x: 1e-9 <= x <= 1e15, "a number from 1e-9 to 1e15")
+Gbps = Annotated[float, _GBPS]
 Bytes = Annotated[int, Parsed(parse_bytes, _SIZE)]
 Source = Annotated[str, one_of("measured", "published", "assumed")]
 
@@ -150,11 +152,11 @@ class Domain:
     ranks: tuple[int, ...]
     host: int
     memory_bytes: Positive
-    read_gbps: PositiveAmount
-    cache_gbps: PositiveAmount
+    read_gbps: Gbps
+    cache_gbps: Gbps
     cache_bytes: Count
-    link_gbps: PositiveAmount
-    cross_gbps: PositiveAmount
+    link_gbps: Gbps
+    cross_gbps: Gbps
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Rack:
     """Hosts that share one uplink to all other racks; fields as in the TOML file."""
 
     hosts: tuple[int, ...]
-    uplink_gbps: PositiveAmount
+    uplink_gbps: Gbps
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,8 @@ class Topology:
         require_fields(
             self, what, "correct this field", *rules_of(self),
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
-             "> 0 GB/s when host_memory_bytes > 0"))
+             "> 0 GB/s when host_memory_bytes > 0"),
+            ("host_gbps", self.host_gbps == 0 or _GBPS.allows(self.host_gbps), _GBPS.expected))
 
     @property
     def world_size(self) -> int:
@@ -331,15 +334,15 @@ class _DomainEntry:
     """A ``[[domain]]`` entry of a topology file, see the module."""
 
     memory_bytes: Bytes
-    read_gbps: PositiveAmount
+    read_gbps: Gbps
     copies: Positive = 1
     ranks: Positive = 1
     per_host: Positive | None = None
     host: Count = 0
-    cache_gbps: PositiveAmount | None = None
+    cache_gbps: Gbps | None = None
     cache_bytes: Bytes = 0
-    link_gbps: PositiveAmount | None = None
-    cross_gbps: PositiveAmount | None = None
+    link_gbps: Gbps | None = None
+    cross_gbps: Gbps | None = None
 
     def domains(self, first_rank: int) -> list[Domain]:
         """Return the domains, whose ranks start at `first_rank`."""
