@@ -75,6 +75,8 @@ def parse_bytes(value: int | float | str) -> int:
 #: Bandwidth in GB/s, in a range in which times are finite numbers above 0.
 _GBPS = Rule(lambda x: 1e-9 <= x <= 1e15, "a number from 1e-9 to 1e15")
 Gbps = Annotated[float, _GBPS]
+#: A constant of the cost model, in a range in which times are finite.
+Cost = Annotated[float, Rule(lambda x: 0 <= x <= 1e15, "a finite number >= 0, at most 1e15")]
 Bytes = Annotated[int, Parsed(parse_bytes, _SIZE)]
 Source = Annotated[str, one_of("measured", "published", "assumed")]
 
@@ -119,25 +121,25 @@ class Costs:
             next (0 = every batch begins with cold caches).
     """
 
-    phase_us: Amount = 5.0
-    id_ns: Amount = 0.0
-    sort_ns: Amount = 0.0
-    reduce_ns: Amount = 0.0
-    update_ns: Amount = 0.0
-    run_ns: Amount = 0.0
-    refresh_ns: Amount = 0.0
-    tier_ns: Amount = 0.0
-    push_tier_ns: Amount = 0.0
-    push_ns: Amount = 0.0
-    push_bag_ns: Amount = 0.0
-    odd_ns: Amount = 0.0
-    table_us: Amount = 0.0
-    sort_table_us: Amount = 0.0
-    far_ns: Amount = 0.0
-    wire_ns: Amount = 0.0
-    key_ns: Amount = 0.0
-    key_count_ns: Amount = 0.0
-    key_insert_ns: Amount = 0.0
+    phase_us: Cost = 5.0
+    id_ns: Cost = 0.0
+    sort_ns: Cost = 0.0
+    reduce_ns: Cost = 0.0
+    update_ns: Cost = 0.0
+    run_ns: Cost = 0.0
+    refresh_ns: Cost = 0.0
+    tier_ns: Cost = 0.0
+    push_tier_ns: Cost = 0.0
+    push_ns: Cost = 0.0
+    push_bag_ns: Cost = 0.0
+    odd_ns: Cost = 0.0
+    table_us: Cost = 0.0
+    sort_table_us: Cost = 0.0
+    far_ns: Cost = 0.0
+    wire_ns: Cost = 0.0
+    key_ns: Cost = 0.0
+    key_count_ns: Cost = 0.0
+    key_insert_ns: Cost = 0.0
     warm_share: Share = 0.0
 
     def __post_init__(self) -> None:

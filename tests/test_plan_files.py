@@ -446,6 +446,7 @@ def test_links_are_not_shared_unless_the_file_states_it(tmp_path: Path) -> None:
     ("per_host = 2", "per_host = 0", "per_host=0"),
     ("host = 2\n", "host = -1\n", "host=-1"),
     ("phase_us = 10", "phase_us = -1", r"costs\.phase_us=-1, expected a finite number >= 0"),
+    ("phase_us = 10", "phase_us = 1e300", r"costs\.phase_us=1e\+300, .*at most 1e15"),
     ("phase_us = 10", 'phase_us = "x"', "phase_us='x'"),
     ("phase_us = 10", "phase_ms = 1", "phase_ms"),
     ("host_gbps = 20\n", "", "when host_memory_bytes > 0"),

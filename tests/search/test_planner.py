@@ -393,8 +393,12 @@ def test_infeasible_bound_names_remedies() -> None:
     rate = str(refused.value).split("change: ")[1].split(" samples")[0]
     assert int(rate) > 1e6  # not rounded to six digits, perhaps up
     plan_latency(SERVED, stats(), topology(2), LatencyGoal(float(rate), 3.0, max_batch=1024))
-    for bad in ({"request_rate": 0.0}, {"bound_ms": -1.0}, {"max_batch": 0},
-                {"dense_us": (1.0, -1.0)}):
+    with pytest.raises(PlanInfeasibleError, match=r"1e\+300"):
+        plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e12, 1e300, max_batch=8))
+    _, slowest = plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e-6, 1e308, max_batch=1))
+    assert 0 < slowest.p99_ms < 1
+    for bad in ({"request_rate": 0.0}, {"request_rate": 1e-300}, {"bound_ms": -1.0},
+                {"max_batch": 0}, {"dense_us": (1.0, -1.0)}):
         with pytest.raises(InvalidInputError):
             LatencyGoal(**{"request_rate": 1.0, "bound_ms": 1.0, **bad})  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ import numpy as np
 from oper.errors import PlanInfeasibleError, require_fields
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
-from oper.ranges import PositiveAmount, rules_of, within
+from oper.ranges import PositiveAmount, Rule, rules_of, within
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import Constraints
@@ -53,7 +53,7 @@ class LatencyGoal:
         max_batch: largest batch to consider, samples.
     """
 
-    request_rate: PositiveAmount
+    request_rate: Annotated[float, Rule(lambda x: 1e-6 <= x <= 1e12, "1e-6..1e12 per second")]
     bound_ms: PositiveAmount
     dense_us: tuple[float, float] = (0.0, 0.0)
     max_batch: Annotated[int, within(1, 1 << 16)] = 1024
@@ -116,8 +116,8 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         return replace(stated, message_bits=message_bits)
 
     # The placement is optimised for the number of samples that a rank receives in half the bound.
-    likely = int(goal.request_rate / topology.world_size * goal.bound_ms / 2e3)
-    problem = state(max(1, min(goal.max_batch, likely)))
+    likely = goal.request_rate / topology.world_size * goal.bound_ms / 2e3
+    problem = state(max(1, int(min(goal.max_batch, likely))))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # missing statistics: warned of above
         powers = (1 << k for k in range(goal.max_batch.bit_length()))
