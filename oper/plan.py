@@ -289,7 +289,7 @@ class Plan:
     def from_text(text: str | bytes, what: str = "cannot read a plan") -> Plan:
         """Parse the text of a plan file; raises the errors of `load`, whose messages start with
         `what`."""
-        value = parse_json(text, what, _without_repeats)
+        value = parse_json(text, what)
         try:
             kind, version = value["kind"], value["version"]
         except (TypeError, KeyError) as error:
@@ -332,15 +332,6 @@ def check_synchronization(what: str, count: int, every: int, delay: Any, bits: A
         f"an integer from 0 to {most}, with synchronize_every={every}"), (
         "synchronize_bits", bits, type(bits) is int and bits in allowed,
         f"one of {allowed}, with replica_groups={count}"))
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; raises ValueError for a repeated key, whose first value `json` drops."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [k for k, _ in pairs]
-        raise ValueError(f"keys given twice: {sorted({k for k in names if names.count(k) > 1})}")
-    return value
 
 
 def tier_to_json(tier: Tier) -> dict[str, Any]:

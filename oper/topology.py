@@ -41,7 +41,6 @@ from oper.ranges import (
     Count,
     Parsed,
     Positive,
-    PositiveAmount,
     Rule,
     Share,
     one_of,
@@ -73,6 +72,11 @@ def parse_bytes(value: int | float | str) -> int:
     return int(size)
 
 
+#: Bandwidth in GB/s, in a range in which times are finite numbers above 0.
+_GBPS = Rule(lambda x: 1e-9 <= x <= 1e15, "a number from 1e-9 to 1e15")
+Gbps = Annotated[float, _GBPS]
+#: A constant of the cost model, in a range in which times are finite.
+Cost = Annotated[float, Rule(lambda x: 0 <= x <= 1e15, "a finite number >= 0, at most 1e15")]
 Bytes = Annotated[int, Parsed(parse_bytes, _SIZE)]
 Source = Annotated[str, one_of("measured", "published", "assumed")]
 
@@ -117,25 +121,25 @@ class Costs:
             next (0 = every batch begins with cold caches).
     """
 
-    phase_us: Amount = 5.0
-    id_ns: Amount = 0.0
-    sort_ns: Amount = 0.0
-    reduce_ns: Amount = 0.0
-    update_ns: Amount = 0.0
-    run_ns: Amount = 0.0
-    refresh_ns: Amount = 0.0
-    tier_ns: Amount = 0.0
-    push_tier_ns: Amount = 0.0
-    push_ns: Amount = 0.0
-    push_bag_ns: Amount = 0.0
-    odd_ns: Amount = 0.0
-    table_us: Amount = 0.0
-    sort_table_us: Amount = 0.0
-    far_ns: Amount = 0.0
-    wire_ns: Amount = 0.0
-    key_ns: Amount = 0.0
-    key_count_ns: Amount = 0.0
-    key_insert_ns: Amount = 0.0
+    phase_us: Cost = 5.0
+    id_ns: Cost = 0.0
+    sort_ns: Cost = 0.0
+    reduce_ns: Cost = 0.0
+    update_ns: Cost = 0.0
+    run_ns: Cost = 0.0
+    refresh_ns: Cost = 0.0
+    tier_ns: Cost = 0.0
+    push_tier_ns: Cost = 0.0
+    push_ns: Cost = 0.0
+    push_bag_ns: Cost = 0.0
+    odd_ns: Cost = 0.0
+    table_us: Cost = 0.0
+    sort_table_us: Cost = 0.0
+    far_ns: Cost = 0.0
+    wire_ns: Cost = 0.0
+    key_ns: Cost = 0.0
+    key_count_ns: Cost = 0.0
+    key_insert_ns: Cost = 0.0
     warm_share: Share = 0.0
 
     def __post_init__(self) -> None:
@@ -150,11 +154,11 @@ class Domain:
     ranks: tuple[int, ...]
     host: int
     memory_bytes: Positive
-    read_gbps: PositiveAmount
-    cache_gbps: PositiveAmount
+    read_gbps: Gbps
+    cache_gbps: Gbps
     cache_bytes: Count
-    link_gbps: PositiveAmount
-    cross_gbps: PositiveAmount
+    link_gbps: Gbps
+    cross_gbps: Gbps
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ class Rack:
     """Hosts that share one uplink to all other racks; fields as in the TOML file."""
 
     hosts: tuple[int, ...]
-    uplink_gbps: PositiveAmount
+    uplink_gbps: Gbps
 
 
 _Part = TypeVar("_Part", Domain, Rack)
@@ -214,7 +218,8 @@ class Topology:
         require_fields(
             self, what, "correct this field", *rules_of(self),
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
-             "> 0 GB/s when host_memory_bytes > 0"))
+             "> 0 GB/s when host_memory_bytes > 0"),
+            ("host_gbps", self.host_gbps == 0 or _GBPS.allows(self.host_gbps), _GBPS.expected))
 
     @property
     def world_size(self) -> int:
@@ -243,17 +248,21 @@ class Topology:
         """
         if count == 1:
             return self
+
+        def check(is_right: bool) -> None:
+            require(f"cannot divide the hosts of topology {self.name!r}",
+                    "choose a number that divides the hosts into groups of equal hosts and racks",
+                    ("number of groups", count, is_right,
+                     f"a divisor of {self.num_hosts} hosts that makes equal groups"))
+
+        check(count > 1 and self.num_hosts % count == 0)
         size = self.world_size // count
         groups = [self._group(range(k * size, (k + 1) * size)) for k in range(count)]
         shapes = [([(d.ranks, d.host) for d in domains], [r.hosts for r in racks])
                   for domains, racks in groups]
-        ranks = [r for members, _ in shapes[0][0] for r in members]
-        require(f"cannot divide the hosts of topology {self.name!r}",
-                "choose a number that divides the hosts into groups of equal hosts and racks",
-                ("number of groups", count,
-                 self.num_hosts % count == 0 and all(x == shapes[0] for x in shapes)
-                 and ranks == list(range(size)),
-                 f"a divisor of {self.num_hosts} hosts that makes equal groups"))
+        members, hosts = zip(*shapes[0][0], strict=True)
+        check(all(x == shapes[0] for x in shapes) and len({*hosts}) * count == self.num_hosts
+              and [r for ranks in members for r in ranks] == list(range(size)))
         domains, racks = (tuple(_least(x) for x in zip(*parts, strict=True))
                           for parts in zip(*groups, strict=True))
         which = "one" if all(x == groups[0] for x in groups) else "slowest hosts"
@@ -340,15 +349,15 @@ class _DomainEntry:
     """A ``[[domain]]`` entry of a topology file, see the module."""
 
     memory_bytes: Bytes
-    read_gbps: PositiveAmount
+    read_gbps: Gbps
     copies: Positive = 1
     ranks: Positive = 1
     per_host: Positive | None = None
     host: Count = 0
-    cache_gbps: PositiveAmount | None = None
+    cache_gbps: Gbps | None = None
     cache_bytes: Bytes = 0
-    link_gbps: PositiveAmount | None = None
-    cross_gbps: PositiveAmount | None = None
+    link_gbps: Gbps | None = None
+    cross_gbps: Gbps | None = None
 
     def domains(self, first_rank: int) -> list[Domain]:
         """Return the domains, whose ranks start at `first_rank`."""

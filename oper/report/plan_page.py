@@ -65,7 +65,7 @@ def _bytes(found: Evaluation) -> Table:
 
 def _binding(found: Evaluation) -> str:
     phase = max(found.phases, key=lambda p: p.time_us)
-    share = 100 * phase.time_us / found.step_us
+    share = 100 * phase.time_us / max(found.step_us, 1e-300)  # 0 if dense compute hides it
     return (f"{phase.name.capitalize()} takes {share:.0f} % of the step; its slowest rank is "
             f"{phase.slowest_rank}, limited by {phase.binding.replace('_', ' ')}. The "
             "tiers that load it most, and how much shorter the step would be if one were moved:")

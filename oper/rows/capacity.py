@@ -56,7 +56,8 @@ class KeyForecast:
     unseen_mass: float
 
 
-_Rows = Annotated[int, Rule(lambda n: n >= 2, "an integer >= 2, for the default row and a key")]
+_Rows = Annotated[int, Rule(lambda n: 2 <= n <= 1 << 48,
+                            "an integer >= 2, for the default row and a key, and <= 2^48")]
 _Time = Annotated[float, Rule(lambda t: t > 0, "None or a number > 0")]
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
-from oper.plan import Plan, uniform_plan
+from oper.plan import Plan, TablePlan, uniform_plan
+from oper.ranges import Rule
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import Evaluation, evaluate
@@ -40,6 +41,7 @@ _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time lim
 _LEFT = "search_gap"  # a plan's note: the gap left by a search that had time but missed its target
 _OPTIONS = ("effort", "seed", "allow", "constraints")  # notes of the options of a search
 _Proof = dict[str, Any]  # see `_proof`
+_LEAST_0, _ABOVE_0 = Rule(lambda x: x >= 0, ">= 0"), Rule(lambda x: x > 0, "> 0")  # refuse NaN
 
 
 def make_plan(
@@ -136,6 +138,17 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             or hardly larger than the gap that an earlier search with the same options left: then
             `start` is returned with a new bound, found with the branchings of its old proof.
     """
+    started = time.monotonic()
+    require("cannot search for a plan", "pass effort 'fast' or 'thorough', target_gap and seed of "
+            "at least 0, and a positive time_budget_s or None",
+            ("effort", effort, isinstance(effort, str) and effort in EFFORTS,
+             f"one of {sorted(EFFORTS)}"),
+            ("target_gap", target_gap, _LEAST_0.allows(target_gap, float), "a number >= 0"),
+            ("time_budget_s", time_budget_s,
+             time_budget_s is None or _ABOVE_0.allows(time_budget_s, float), "a number > 0"),
+            ("seed", seed, _LEAST_0.allows(seed, int), "an integer >= 0"))
+    seed = int(seed)  # not a number of NumPy, which JSON cannot represent
+    time_budget_s = None if time_budget_s is None else float(time_budget_s)
     if message_variance is not None:
         require("cannot choose the bits of messages", "give one of the two",
                 ("message_bits", problem.message_bits.to_json(), problem.message_bits == EXACT,
@@ -144,13 +157,6 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         return plan_within(problem, message_variance, lambda p, x: plan_problem(
             p, effort=effort, time_budget_s=share, target_gap=target_gap, seed=seed,
             start=start if x is None else x))
-    started = time.monotonic()
-    require("cannot search for a plan", "pass effort 'fast' or 'thorough', target_gap and seed of "
-            "at least 0, and a positive time_budget_s or None",
-            ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
-            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
-            ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
-            ("seed", seed, seed >= 0, ">= 0"))
     problem.message_bits.check_for(t.spec for t in problem.tables)
     budget = EFFORTS[effort]
     if time_budget_s is not None:
@@ -162,13 +168,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             plan, proof = kept
             return with_bound(_noted(plan, problem, effort, seed, time_budget_s), problem,
                               _proved_us(proof), proof)
-    try:
-        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
-    except PlanInfeasibleError:
-        if not problem.fallback:
-            raise
-        problem = problem.with_fallback()
-        plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    problem, plan, proof = _searched(problem, start, budget, target_gap, seed)
     check_constraints(plan, problem.constraints)
     plan = _noted(plan, problem, effort, seed, time_budget_s)
     lower_us = _proved_us(proof)
@@ -247,19 +247,27 @@ def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
     try:
         for part in fitting:
             part.grow_as(proof, found.step_us, found.step_us / start.step_us)
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None  # the notes of a plan that no planner wrote
     tighten(fitting, budget.max_work // _SHARE, found.step_us, goal_us, budget.deadline)
     lower_us = min(x.lower_bound_us for x in fitting)
     if not lower_us >= goal_us:  # also if a price is not a number
         return None
-    notes = {"constants": problem.topology.source, "bound_method": "branching",
+    plan = _made(start.tables, problem, found.step_us, parts)
+    notes = {**plan.notes, "bound_method": "branching"} | ({_LEFT: left} if left else {})
+    return replace(plan, notes=notes), _proof(parts)
+
+
+def _made(tables: tuple[TablePlan, ...], problem: Problem, step_us: float, parts: list[Subspace]
+          ) -> Plan:
+    """A plan with notes of how its bound was found; `parts` bound all plans."""
+    fitting = [x for x in parts if not x.bound.is_infeasible]
+    notes = {"constants": problem.topology.source,
+             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": min(x.root_us for x in fitting)}
-    if left:
-        notes[_LEFT] = left
-    return Plan(problem.machine.world_size, start.tables, problem.objective, problem.batch_size,
-                problem.topology.name, found.step_us, notes=notes), _proof(parts)
+    return Plan(problem.machine.world_size, tables, problem.objective, problem.batch_size,
+                problem.topology.name, step_us, notes=notes)
 
 
 def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
@@ -279,6 +287,26 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
     return replace(plan, tables=start.tables, step_us=found.step_us)
 
 
+def _searched(problem: Problem, start: Plan | None, budget: Effort, target_gap: float, seed: int
+              ) -> tuple[Problem, Plan, _Proof]:
+    """Search a problem, and if no plan fits, again with the features of its fallback.
+
+    Returns:
+        The problem with the features that were allowed, the plan, and the proof of its bound. The
+        plan is `start` if the search finds none and `start` fits: if memory is scarce, few plans
+        fit, and the search may miss them all.
+    """
+    try:
+        return problem, *plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
+    except PlanInfeasibleError:
+        if problem.fallback:
+            return _searched(problem.with_fallback(), start, budget, target_gap, seed)
+        if start is None or not _is_allowed(start, evaluate(start, problem), problem):
+            raise
+    parts, step_us = subspaces(problem, budget.deadline), evaluate(start, problem).step_us
+    return problem, _made(start.tables, problem, step_us, parts), _proof(parts)
+
+
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:
     """Search and bound a problem without `keep_together` and `keep_apart` groups."""
     parts = subspaces(problem, budget.deadline)
@@ -288,16 +316,10 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     best = _search_subspaces(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
-    root_us = min(x.root_us for x in fitting)
     tables = best[0].bound.relaxation.tables
     plan = plan_of(problem, {t.spec.name: pieces for t, pieces in zip(
         tables, best[1].placements, strict=True)})
-    step_us = best[1].evaluation.step_us
-    notes = {"constants": problem.topology.source,
-             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
-             "bnb_nodes": sum(x.solved for x in fitting),
-             "relaxation_us": root_us}
-    return replace(plan, step_us=step_us, notes=notes), _proof(parts)
+    return _made(plan.tables, problem, best[1].step_us, parts), _proof(parts)
 
 
 def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
@@ -26,7 +28,7 @@ from oper.search.problem.space import check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
-from oper.support.files import read_json
+from oper.support.files import check_target, read_json
 from oper.support.flags import KEY_RULES, name_values, text_for, whole
 from oper.tables import CODE_BITS, KEY_EVICTIONS, TableSpec, format_bytes
 from oper.topology import Topology
@@ -49,6 +51,7 @@ def run_plan(args: argparse.Namespace) -> int:
     has_bound = args.request_rate is not None or args.latency_bound is not None
     if has_bound:
         _check_latency_options(args)
+    check_target(args.output)
     stats = AccessStats.load(args.stats)
     # Stored in the plan, so that other commands adapt their statistics in the same way.
     notes = {_DYNAMIC: _dynamic(args, stats), _SHARED: _shared(args, stats)}
@@ -175,7 +178,9 @@ def explain(args: argparse.Namespace) -> tuple[Plan, Problem]:
     plan, problem = _explained(args)
     compared = None
     if args.diff is not None:
-        found = plan_diff.diff(plan, Plan.load(args.diff), problem)
+        other = Plan.load(args.diff)
+        _check_order(args.diff, other, problem, _stats(args))
+        found = plan_diff.diff(plan, other, problem)
         print(json.dumps({"plan": args.plan, "other": args.diff, **found}) if args.json
               else plan_diff.as_text(found, (args.plan, args.diff)).rstrip("\n"))
         return plan, problem
@@ -252,11 +257,9 @@ def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
 
-    plan, problem = stated(args, _stats(args))
-    other = [t.table.name for t, of in zip(plan.tables, problem.tables, strict=True)
-             if (t.head_ids[:of.head_ids.size] != of.head_ids[:t.head_ids.size]).any()]
-    require(f"cannot evaluate {args.plan!r}", "pass the statistics that the plan was made from",
-            ("tables with another hotness order in the statistics", other[:8], not other, "none"))
+    stats = _stats(args)
+    plan, problem = stated(args, stats)
+    _check_order(args.plan, plan, problem, stats)
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
     priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
@@ -268,6 +271,21 @@ def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     return tighten_bound(priced, problem, max_work=0), problem
 
 
+def _check_order(path: str, plan: Plan, problem: Problem, stats: AccessStats | None) -> None:
+    """Raise an OperError unless the plan is for the problem's tables and, as the cost model assumes
+    of a plan with a hotness order, its hottest rows are those of the statistics, in their order."""
+    plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+    other = []
+    for t in problem.tables:
+        head, hottest = plan.table(t.spec.name).head_ids, t.head_ids
+        if stats is not None and stats.ids_in_hotness_order:
+            hottest = np.arange(head.size)
+        if (head[:hottest.size] != hottest[:head.size]).any():
+            other.append(t.spec.name)
+    require(f"cannot evaluate {path!r}", "pass the statistics that the plan was made from",
+            ("tables with another hotness order in the statistics", other[:8], not other, "none"))
+
+
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
     """Load the plan file and make the problem that it is evaluated for.
 
@@ -276,7 +294,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     """
     plan = Plan.load(args.plan)
     stats = None if stats is None else as_planned(stats, plan.notes)
-    if args.topology is None:
+    is_named = args.topology is not None
+    if not is_named:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
         args.world_size = plan.world_size
@@ -285,7 +304,14 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         raise UsageError(f"cannot evaluate {args.plan!r}", "batch_size", 0,
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
-    topology = topology_preset(args.topology, args.world_size)
+    try:
+        topology = topology_preset(args.topology, args.world_size)
+    except InvalidInputError:
+        if is_named or args.topology == "this-host":
+            raise
+        raise UsageError(f"cannot evaluate {args.plan!r}", "topology", plan.topology,
+                         "a preset's name in the plan, or --topology",
+                         "pass the topology file of the plan with --topology") from None
     if topology.world_size != plan.world_size:  # the topology has the ranks of all groups
         topology = topology.divided(plan.replica_groups)
     problem = make_problem([t.table for t in plan.tables], stats, topology,

@@ -198,18 +198,26 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
-def parse_json(text: str | bytes, what: str, pairs_hook: Callable[..., Any] | None = None) -> Any:
+def parse_json(text: str | bytes, what: str) -> Any:
     """Parse a JSON text.
 
     Args:
         text: string, or bytes in UTF-8.
         what: beginning of error messages.
-        pairs_hook: ``object_pairs_hook`` of `json.loads`; it may raise ValueError.
 
     Raises:
-        FileFormatError: the text is not JSON, or nested too deeply.
+        FileFormatError: the text is not JSON, is nested too deeply, or an object repeats a key.
     """
-    return _parsed(text, what, "JSON", lambda t: json.loads(t, object_pairs_hook=pairs_hook))
+    return _parsed(text, what, "JSON", lambda t: json.loads(t, object_pairs_hook=_without_repeats))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; raises ValueError for a repeated key, whose first value `json` drops."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [k for k, _ in pairs]
+        raise ValueError(f"keys given twice: {sorted({k for k in names if names.count(k) > 1})}")
+    return value
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:

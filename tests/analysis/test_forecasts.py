@@ -115,6 +115,7 @@ def test_empty_statistics() -> None:
 
 @pytest.mark.parametrize(("fields", "name"), [
     ({"num_rows": 1}, "num_rows"), ({"num_rows": 9.5}, "num_rows"),
+    ({"num_rows": 10**30}, "num_rows"),
     ({"num_rows": 9, "admit_after": 0}, "admit_after"),
     ({"num_rows": 9, "admit_after": 1.5}, "admit_after"),
     ({"num_rows": 9, "half_life": "2"}, "half_life"),

@@ -19,17 +19,19 @@ from oper.data import SyntheticLog, write_synthetic_log
 from oper.data.generate.generator import workload_from_dict
 from oper.data.generate.lookups import count_workload
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
-from oper.plan import Plan
+from oper.plan import Plan, uniform_plan
 from oper.report.bench_page import bench_page, load_record
 from oper.report.drift_page import drift_page, drifts
 from oper.report.plan_page import page as plan_page
 from oper.report.run_page import load_metrics, run_page
 from oper.report.simulation import folder_batches
 from oper.report.stats_page import stats_page
-from oper.search import make_plan, make_problem
+from oper.search import evaluate, make_plan, make_problem
 from oper.search.explain.what_if import changed_problem, parse_change
 from oper.search.planner import plan_problem
+from oper.search.problem.machine import make_machine
 from oper.search.problem.presets import topology_preset
+from oper.search.problem.statement import with_overlap
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
@@ -419,6 +421,10 @@ def test_page_shows_host_memory_and_copies_per_host(tmp_path) -> None:
     problem = make_problem(specs, stats, machine, batch_size=256, constraints=held)
     page = plan_page(plan_problem(problem), problem)
     assert "copy per host" in page and page.count("host memory") >= 3
+    free = replace(problem, machine=make_machine(replace(machine, costs=Costs(phase_us=0.0))))
+    hidden = with_overlap(free, dict.fromkeys(("forward", "backward", "update"), 1e9))
+    plan = uniform_plan(specs, 4, batch_size=256)
+    assert evaluate(plan, hidden).step_us == 0 and "0 % of the step" in plan_page(plan, hidden)
 
 
 # ---- simulation ----------------------------------------------------------------------------------

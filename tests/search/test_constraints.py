@@ -7,7 +7,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
+from oper.errors import (
+    FileFormatError,
+    InvalidInputError,
+    OperError,
+    PlanError,
+    PlanInfeasibleError,
+)
 from oper.plan import Plan, Tier
 from oper.search import (
     EXECUTABLE,
@@ -24,7 +30,8 @@ from oper.search.problem.constraints import check_constraints, parse_constraints
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
 from oper.search.rounding import search
-from oper.tables import OPTIMIZERS
+from oper.search.verbs import read_constraints
+from oper.tables import OPTIMIZERS, TableSpec
 from tests.search.search_cases import gpus, problem, space_bound, tables_and_stats
 from tests.support import run_command
 
@@ -64,6 +71,26 @@ def test_invalid_constraints_are_named(value, word):
         make_problem(specs, stats, gpus(2), batch_size=8, constraints=value, allow=EXECUTABLE)
 
 
+@pytest.mark.parametrize(("held", "word"), [
+    ({"rows": [0, 9], "ranks": [7]}, "ranks=.7"), ({"rows": [0, 5], "ranks": [0]}, "rows"),
+    ({"rows": [0, 9], "ranks": [0, 1], "weights": [1]}, "weights"),
+    ({"rows": [0, 9], "ranks": [1]}, "some of .0.")])
+def test_complete_tiers_are_checked_before_the_search(held, word):
+    """Like those of a plan, and against the table's other constraints."""
+    spec = TableSpec("t", 9, 4)
+    with pytest.warns(UserWarning), pytest.raises(
+            InvalidInputError, match=f"constraint of table 't'.*{word}"):
+        make_problem([spec], None, gpus(2), batch_size=8, constraints={"tables": {
+            "t": {"tiers": [{"place": "striped", **held}], "ranks": [0]}}})
+
+
+def test_missing_host_memory_is_named():
+    with pytest.warns(UserWarning), pytest.raises(
+            InvalidInputError, match=r"\['host'\]}}, .*host_memory_bytes"):
+        make_problem([TableSpec("t", 9, 4)], None, gpus(2), batch_size=8,
+                     constraints={"tables": {"t": {"memories": ["host"]}}})
+
+
 def test_json_round_trip_and_default_entry():
     value = {"tables": {"*": {"replicate": False}, "t1": {"ranks": [1]}},
              "keep_apart": [["t0", "t1"]], "memory_bytes": "1GB", "reserve_bytes": [1, 2]}
@@ -76,6 +103,13 @@ def test_json_round_trip_and_default_entry():
         keep_apart=(("t0", "t1"),), memory_bytes=10**9, reserve_bytes=(1, 2))
     assert parse_constraints(held.to_json(), ["t0", "t1", "t2"], 2) == held
     assert Constraints().to_json() == {}
+
+
+def test_a_table_that_is_constrained_twice_is_refused(tmp_path):
+    path = tmp_path / "held.json"
+    path.write_text('{"tables": {"t": {"ranks": [0]}, "t": {"modes": ["pull"]}}}')
+    with pytest.raises(FileFormatError, match=r"keys given twice: \['t'\]"):
+        read_constraints(str(path))
 
 
 def test_reserve_and_cap_limit_the_memory_of_a_rank():
@@ -129,7 +163,8 @@ def test_groups_respect_pins_or_are_infeasible():
 
 
 @pytest.mark.parametrize(("held", "words"), [
-    (lambda need: {"reserve_bytes": int(80e9)}, "removing reserve_bytes"),
+    (lambda need: {"reserve_bytes": int(80e9)}, "removing reserve_bytes, or more memory per"),
+    (lambda need: {"reserve_bytes": int(90e9)}, r"than constraints reserve.*need_bytes=\d+,"),
     (lambda need: {"memory_bytes": int(need / 100)}, "removing memory_bytes"),
     (lambda need: {"tables": {"t3": {"ranks": [0]}}, "memory_bytes": [2 * 10**5, 10**10]},
      "removing memory_bytes or the constraint of table 't3'"),

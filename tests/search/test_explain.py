@@ -125,14 +125,20 @@ def test_verb_explain_refuses_statistics_of_another_order(tmp_path):
     spec, ranks = TableSpec("t", 3, 4, ("t",)), (0, 1)
     tiers = (Tier(0, 1, "replicated", ranks), Tier(1, 3, "striped", ranks))
     Plan(2, (TablePlan(spec, (Piece(0, 4, tiers),), np.array([2])),)).save(tmp_path / "plan.json")
+    plain = Plan(2, (TablePlan(spec, (Piece(0, 4, (Tier(0, 3, "striped", ranks),)),)),))
+    plain.save(tmp_path / "plain.json")
     words = ("explain", tmp_path / "plan.json", "--topology", "this-host", "--batch-size", 8)
-    for ids in ([2, 1, 0], [0, 1, 2]):
+    diff = ("explain", tmp_path / "plain.json", *words[2:], "--diff", tmp_path / "plan.json")
+    for name, ids, in_order in (("raw", [2, 1, 0], False), ("other", [0, 1, 2], False),
+                                ("sorted", [0, 1, 2], True)):
         AccessStats(10, {"t": TableStats(
             3, np.array(ids), np.array([9, 5, 1]), length_values=np.array([1]),
-            length_counts=np.array([15]))}).save(tmp_path / f"{ids[0]}.npz")
-    assert run_command(*words, "--stats", tmp_path / "2.npz") == 0
-    with pytest.raises(InvalidInputError, match=r"another hotness order in the statistics=\['t'\]"):
-        run_command(*words, "--stats", tmp_path / "0.npz")
+            length_counts=np.array([15]))}, "", in_order).save(tmp_path / f"{name}.npz")
+    for command in (words, diff):
+        assert run_command(*command, "--stats", tmp_path / "raw.npz") == 0
+        for name in ("other", "sorted"):
+            with pytest.raises(InvalidInputError, match=r"plan.json.* statistics=\['t'\]"):
+                run_command(*command, "--stats", tmp_path / f"{name}.npz")
 
 
 def test_verb_plan_json_presets_and_files(stats_file, tmp_path, capsys):
@@ -149,6 +155,10 @@ def test_verb_plan_json_presets_and_files(stats_file, tmp_path, capsys):
     assert run_command("plan", stats_file, "--topology", mine, "--tables", tables, "-o", out) == 0
     assert [t.table for t in Plan.load(out).tables] == specs
     assert "mine" in capsys.readouterr().out
+    assert run_command("verify", out, "--stats", stats_file, "--topology", mine) == 0
+    for verb in ("verify", "explain"):
+        with pytest.raises(UsageError, match=r"topology='mine'.* with --topology"):
+            run_command(verb, out, "--stats", stats_file)
 
 
 @pytest.mark.parametrize(("words", "error", "match"), [
@@ -161,6 +171,12 @@ def test_verb_plan_errors_name_the_cause(stats_file, tmp_path, words, error, mat
     with pytest.raises(error, match=match):
         run_command("plan", stats_file, *words, "-o", tmp_path / "p.json")
     assert not (tmp_path / "p.json").exists()
+
+
+def test_verb_plan_refuses_a_folder_as_output_before_it_plans(stats_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("oper.search.planner.plan_problem", None)
+    with pytest.raises(InvalidInputError, match="a file, not a folder"):
+        run_command("plan", stats_file, "--topology", "this-host", "-o", tmp_path)
 
 
 def test_verb_plan_refuses_files_of_another_kind(stats_file, tmp_path):
@@ -285,6 +301,11 @@ def test_diff_lists_moved_tables_and_costs():
     text = as_text(found, ("one", "two"))
     assert "1 of 5 tables" in text and "- " in text and f"+ {specs[2].num_rows}:S@1" in text
     assert diff(one, one, stated)["tables"] == []
+    assert "bits" not in text
+    across = make_problem(specs, stats, gpus(2, per_host=1), batch_size=512)
+    found = diff(one, replace(one, message_bits=MessageBits(8, 8)), across)
+    assert found["tables"] == [] and "[32, 32] before, [8, 8] after" in as_text(found, ("", ""))
+    assert found["after"]["step_us"] < found["before"]["step_us"] == evaluate(one, across).step_us
     with pytest.raises(PlanError):
         diff(one, uniform_plan(specs[:3], 2), stated)
 

@@ -14,7 +14,7 @@ import pytest
 from oper.bench.plan import workloads as plan_workloads
 from oper.cli import main
 from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
-from oper.plan import Plan, Tier, uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.replanning import step_us
 from oper.search import (
     EXECUTABLE,
@@ -100,7 +100,11 @@ def test_a_plan_of_a_similar_problem_is_kept_without_a_search(no_search):
     assert kept.gap < 0.01 and kept.notes["bnb_nodes"] < plan.notes["bnb_nodes"]
     assert plan_problem(other, start=kept).tables == plan.tables  # its proof serves as well
     slow = replace(plan, tables=uniform_plan(work.tables, 16, "owned").tables)
-    for start in (slow, replace(plan, notes={}), plan_problem(one, start=plan, time_budget_s=9.0)):
+    damaged = [replace(plan, notes={**plan.notes, "certificate": json.loads(re.sub(
+        rf'("{number}": )[0-9.e+-]+', rf"\g<1>{10**400}", json.dumps(plan.notes["certificate"])))})
+        for number in ("at_us", r"\d+")]  # loads to branch at, or prices
+    for start in (slow, replace(plan, notes={}), *damaged,
+                  plan_problem(one, start=plan, time_budget_s=9.0)):
         with pytest.raises(AssertionError, match="searched"):
             plan_problem(other, start=start)
 
@@ -221,11 +225,41 @@ def test_rows_that_do_not_pack_are_infeasible_although_their_sum_fits():
     assert factor == pytest.approx(8000 / 6000, abs=0.001)
 
 
+def test_a_start_plan_that_just_fits_is_kept_if_the_search_finds_none():
+    """Tables of 8 random sizes fill each of 4 ranks exactly."""
+    rng, size = np.random.default_rng(0), 100_000
+    dims = [np.diff([0, *np.sort(rng.choice(np.arange(1, size), 7, replace=False)), size])
+            for _ in range(4)]
+    owners = {TableSpec(f"t{r}.{k}", 1, int(dim), optimizer="sgd"): r
+              for r, each in enumerate(dims) for k, dim in enumerate(each)}
+    start = Plan(4, tuple(TablePlan(t, (Piece(0, t.dim, (Tier(0, 1, "owned", (r,)),)),))
+                          for t, r in owners.items()), "inference", 1)
+    with pytest.warns(UserWarning):
+        stated = make_problem(owners, None, gpus(4, memory_bytes=4 * size), objective="inference",
+                              batch_size=1, allow={"owned", "pull"})
+    with pytest.raises(PlanInfeasibleError):
+        plan_problem(stated)
+    plan = plan_problem(stated, start=start)
+    assert plan.tables == start.tables and evaluate(plan, stated).fits
+    assert verify_plan(Plan.from_text(plan.to_text()), stated).certified
+
+
 @pytest.mark.parametrize(("name", "value"), [
-    ("effort", "heroic"), ("target_gap", -1), ("target_gap", float("nan")), ("seed", -1)])
+    ("effort", "heroic"), ("effort", ["fast"]), ("target_gap", -1), ("target_gap", float("nan")),
+    ("target_gap", "1"), ("seed", -1), ("seed", 1.5), ("seed", "1"), ("time_budget_s", 0),
+    ("time_budget_s", "1")])
 def test_bad_effort_gap_and_seed_are_refused(name, value):
-    with pytest.raises(InvalidInputError, match=name):
+    with pytest.raises(InvalidInputError, match=f"{name}="):
         plan_problem(problem(2, 0, host(2)), **{name: value})
+
+
+def test_numbers_of_numpy_are_written_to_the_plan_file():
+    specs, stats = tables_and_stats(2, 0)
+    plan = make_plan(specs, stats, host(2), batch_size=np.int64(64), seed=np.int32(3),
+                     target_gap=np.float32(0.01), time_budget_s=np.float32(0.5))
+    again = Plan.from_text(plan.to_text())
+    assert (again.batch_size, again.notes["seed"], again.notes["time_budget_s"]) == (64, 3, 0.5)
+    assert verify_plan(again, make_problem(specs, stats, host(2), batch_size=64)).certified
 
 
 def test_a_time_budget_is_kept():
@@ -327,6 +361,21 @@ def test_least_memory_that_meets_the_bound() -> None:
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("topology", [
+    topology(3), replace(topology(3), domains=(
+        topology(3).domains[0], replace(topology(3).domains[1], ranks=(1, 2))))],
+    ids=["ranks", "domains"])
+def test_a_rank_s_memory_limit_holds_for_the_plan_of_least_memory(topology: Topology) -> None:
+    need = SERVED_ROWS * 256
+    held = {"memory_bytes": [need // 8, 4 * need, 4 * need]}
+    plan, serving = plan_latency(SERVED, stats(), topology, LatencyGoal(20_000, 5.0, max_batch=64),
+                                 held)
+    stated = make_problem(SERVED, stats(), topology, objective="inference",
+                          batch_size=plan.batch_size, constraints=held)
+    assert evaluate(plan, stated).fits and serving.memory_bytes < 1.1 * need
+
+
+@pytest.mark.usefixtures("short")
 def test_one_domain_needs_one_copy() -> None:
     plan, serving = plan_latency(SERVED, stats(), topology(1), LatencyGoal(1000, 20.0))
     assert serving.replica_share == 0
@@ -339,8 +388,17 @@ def test_infeasible_bound_names_remedies() -> None:
         plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))
     bound = float(str(refused.value).split("a bound of ")[1].split(" ms")[0])
     plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, bound, max_batch=8))
-    for bad in ({"request_rate": 0.0}, {"bound_ms": -1.0}, {"max_batch": 0},
-                {"dense_us": (1.0, -1.0)}):
+    with pytest.raises(PlanInfeasibleError, match="samples per second") as refused:
+        plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e9, 3.0, max_batch=1024))
+    rate = str(refused.value).split("change: ")[1].split(" samples")[0]
+    assert int(rate) > 1e6  # not rounded to six digits, perhaps up
+    plan_latency(SERVED, stats(), topology(2), LatencyGoal(float(rate), 3.0, max_batch=1024))
+    with pytest.raises(PlanInfeasibleError, match=r"1e\+300"):
+        plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e12, 1e300, max_batch=8))
+    _, slowest = plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e-6, 1e308, max_batch=1))
+    assert 0 < slowest.p99_ms < 1
+    for bad in ({"request_rate": 0.0}, {"request_rate": 1e-300}, {"bound_ms": -1.0},
+                {"max_batch": 0}, {"dense_us": (1.0, -1.0)}):
         with pytest.raises(InvalidInputError):
             LatencyGoal(**{"request_rate": 1.0, "bound_ms": 1.0, **bad})  # type: ignore[arg-type]
 
@@ -395,6 +453,11 @@ def test_numbers_of_groups_that_are_left_out_are_named() -> None:
         plan = make_plan(TABLES, skewed(), topology, batch_size=BATCH, synchronize_every=16)
     assert plan.replica_groups == 1
     assert [x["groups"] for x in plan.notes["replica_groups"]] == [1]
+    pin = {"rows": [0, 9], "place": "owned", "ranks": [1]}
+    with pytest.warns(UserWarning, match=r"not compared with 4 groups: .*ranks=\(1,\)"):
+        plan = make_plan(TABLES, skewed(), racks(0.005), batch_size=BATCH, synchronize_every=16,
+                         constraints={"tables": {"t0": {"pinned": [pin]}}})
+    assert [x["groups"] for x in plan.notes["replica_groups"]] == [1, 2]
 
 
 def test_groups_of_unequal_hosts_are_compared() -> None:
@@ -508,8 +571,13 @@ def test_divided_topologies() -> None:
     assert topology.divided(1) is topology
     assert replace(topology, racks=(Rack((0, 2), 1.0), Rack((1, 3), 1.0))).divided(2).racks == (
         Rack((0,), 1.0), Rack((1,), 1.0))
-    with pytest.raises(InvalidInputError, match="a divisor of 4 hosts"):
-        topology.divided(3)
+    for count in (0, 3, 8, 10**30):
+        with pytest.raises(InvalidInputError, match="a divisor of 4 hosts"):
+            topology.divided(count)
+    mixed = replace(gpus(4), domains=tuple(replace(d, host=k % 2)
+                                           for k, d in enumerate(gpus(4).domains)))
+    with pytest.raises(InvalidInputError, match="equal groups"):
+        mixed.divided(2)  # of the two hosts, each group would have a rank of both
     with pytest.raises(InvalidInputError, match="equal groups"):
         Topology.of_domains([0, 0, 1, 2, 2, 3]).divided(2).divided(2)
 

@@ -134,12 +134,14 @@ def test_without_statistics_one_warning_and_equal_rows():
     ({"objective": "fun"}, "objective"), ({"batch_size": 0}, "batch_size"),
     ({"batch_size": 2**62}, "batch_size"),
     ({"allow": {"striped"}}, "allow"), ({"allow": {"sideways", "pull"}}, "allow"),
+    ({"stats": "stats.npz"}, "AccessStats.load"), ({"topology": "h100-8"}, "topology_preset"),
 ])
 def test_bad_arguments_are_named(change, word):
     specs, stats = tables_and_stats(2, 0)
-    arguments = {"objective": "training", "batch_size": 8, **change}
+    arguments = {"stats": stats, "topology": gpus(2), "objective": "training", "batch_size": 8,
+                 **change}
     with pytest.raises(InvalidInputError, match=word):
-        make_problem(specs, stats, gpus(2), **arguments)
+        make_problem(specs, **arguments)
 
 
 def test_statistics_of_another_model_are_refused():

@@ -245,15 +245,9 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
     relaxation, limits = node.relaxation, node.node.limits
     if not node.pool.weight.any():  # the node was bounded by given prices, without a solution
         return []
-    largest = _largest(node, mixed)
-    total, times = node.total(), node.pool.times
-    slack = np.full(largest.shape, np.inf)
-    for x in relaxation.inequalities:
-        # The largest load of a piece that the inequality admits at the solution's phase times.
-        room, share = relaxation.phase_weight[x.row] @ times - total[x.row], node.node.share(x)
-        if share > 0:
-            slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
-    excess = np.where(np.isfinite(slack), largest - slack, 0.0) / max(1e-9, node.lower_bound_us)
+    largest, admitted = _largest(node, mixed), _admitted(node)
+    excess = np.where(np.isfinite(admitted), largest - admitted, 0.0) / max(
+        1e-9, node.lower_bound_us)
     weight: np.ndarray = np.full(largest.shape, _UNPRICED)
     for n, (phase, name, _) in enumerate(relaxation.rows.names):
         if GROUPS.index(name) < NUM_PIECE_GROUPS:
@@ -266,7 +260,7 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
         low, high = float(limits.least[at]), float(largest[at])
         if excess[at] <= _NARROW or high <= low:  # small, or no piece is within the limits
             continue
-        begin = max(low, float(slack[at]), high / _FAR)
+        begin = max(low, float(admitted[at]), high / _FAR)
         # Keep a margin to the node's limits, so that both children are truly smaller.
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
                             max(high * 0.98, (low + high) / 2)))
@@ -275,6 +269,20 @@ def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Bra
         out.append(Branching(at, float(excess[at] * weight[at]), (
             Node(relaxation, replace(limits, most=most, step=limit), node.node.pushes),
             Node(relaxation, replace(limits, least=least, step=limit), node.node.pushes))))
+    return out
+
+
+def _admitted(node: Bound) -> np.ndarray:
+    """Largest load of a piece on its owner that the owner inequalities admit at the phase times of
+    the relaxed solution, by phase and group, microseconds; float64 [num_phases, 5], infinite where
+    there is no inequality."""
+    relaxation, total = node.relaxation, node.total()
+    out = np.full(node.node.least.shape, np.inf)
+    for x in relaxation.inequalities:
+        share = node.node.share(x)
+        if share > 0:
+            unused = relaxation.phase_weight[x.row] @ node.pool.times - total[x.row]
+            out[x.load] = min(out[x.load], node.node.least[x.load] + unused / share)
     return out
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from oper.plan import Plan, TablePlan
-from oper.search.cost.model import Evaluation, evaluate
+from oper.search.cost.model import evaluate
 from oper.search.explain.bottleneck import describe
 from oper.search.problem.statement import Problem
 from oper.tables import format_bytes
@@ -20,12 +21,13 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
 
     Args:
         before, after: the plans.
-        problem: the problem with which both are evaluated.
+        problem: the problem with which both are evaluated, each with its own bits of messages.
 
     Returns:
         ``{"tables": [{"table", "before", "after", "num_bytes"}], "num_tables", "before": figures,
         "after": figures}``. ``tables`` has only those that are placed differently; figures have
-        ``step_us``, ``fits``, ``imbalance``, ``phases_us`` and ``most_held_bytes``.
+        ``step_us``, ``fits``, ``imbalance``, ``phases_us``, ``most_held_bytes`` and
+        ``message_bits``.
 
     Raises:
         PlanError: a plan is for other tables or another number of ranks.
@@ -37,8 +39,7 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
             changed.append({"table": t.spec.name, "before": _text(old), "after": _text(new),
                             "num_bytes": t.spec.num_bytes})
     return {"tables": changed, "num_tables": len(problem.tables),
-            "before": _figures(evaluate(before, problem)),
-            "after": _figures(evaluate(after, problem))}
+            "before": _figures(before, problem), "after": _figures(after, problem)}
 
 
 def _text(entry: TablePlan) -> str:
@@ -55,10 +56,12 @@ def _text(entry: TablePlan) -> str:
     return " | ".join(parts)
 
 
-def _figures(found: Evaluation) -> dict[str, Any]:
+def _figures(plan: Plan, problem: Problem) -> dict[str, Any]:
+    found = evaluate(plan, replace(problem, message_bits=plan.message_bits))
     return {"step_us": found.step_us, "fits": found.fits, "imbalance": found.imbalance,
             "phases_us": {p.name: p.time_us for p in found.phases},
-            "most_held_bytes": float(found.held_bytes.max())}
+            "most_held_bytes": float(found.held_bytes.max()),
+            "message_bits": plan.message_bits.to_json()}
 
 
 def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
@@ -76,6 +79,9 @@ def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
                  f"{format_bytes(new['most_held_bytes']):>14}")
     lines.append(f"  {'fits':<22}" + "".join(f"{'yes' if x['fits'] else 'no':>14}"
                                               for x in (old, new)))
+    if old["message_bits"] != new["message_bits"]:
+        lines.append(f"  bits of messages (answers, gradients): {old['message_bits']} before, "
+                     f"{new['message_bits']} after")
     lines.append(f"{len(found['tables'])} of {found['num_tables']} tables are placed differently")
     for entry in found["tables"][:_MAX_TABLES]:
         lines += [f"  {entry['table']} ({format_bytes(entry['num_bytes'])})",

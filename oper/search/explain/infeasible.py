@@ -14,6 +14,7 @@ from oper.search.pricing.master import Bound, lower_bound
 from oper.search.problem.constraints import Constraints, without
 from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.rows import LEAST_CAPACITY
 from oper.tables import TableSpec, format_bytes
 
 _TODO = "make one of the changes in this message"
@@ -31,12 +32,13 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
         # At prices of memory alone, every table takes the configuration that needs least memory.
         cheapest = bound.node.price(np.where(relaxation.phase_of == -1, 1.0, 0.0))
         share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
-    need = share[classes.of_domain] * machine.capacity_bytes
-    factor = 1.0 + bound.overflow
+    number = np.bincount(classes.of_domain)[classes.of_domain]  # domains of the same class
+    need = share[classes.of_domain] * np.maximum(machine.capacity_bytes, LEAST_CAPACITY / number)
     memory = "memory per domain" + " and per host" * relaxation.rows.uses_host
-    return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}{memory} times "
-                                 f"{_up(factor)}, or accordingly less need per rank: more ranks, a "
-                                 "smaller dim or dtype, or an optimizer with less state")
+    return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}"
+                                 f"{_more(problem, memory, 1.0 + bound.overflow)}, or accordingly "
+                                 "less need per rank: more ranks, a smaller dim or dtype, or an "
+                                 "optimizer with less state")
 
 
 def _host_memory(problem: Problem) -> str:
@@ -72,7 +74,7 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
     """The error for a problem whose relaxation fits, but whose best plan overflows the memory."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
-    ways = [f"memory per domain times {_up(factor)}"]
+    ways = [_more(problem, "memory per domain", factor)]
     if any("striped" not in problem.placements_of(t.spec.name) and t.spec.num_rows > 1
            for t in problem.tables):
         ways.insert(0, "striped placement for the tables that may only be owned whole")
@@ -81,8 +83,11 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
     return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
 
 
-def _up(factor: float) -> str:
-    return f"{np.ceil(factor * 1000) / 1000:.3f}"
+def _more(problem: Problem, memory: str, factor: float) -> str:
+    """The remedy "`factor` times as much memory", unless constraints leave some domain none."""
+    if (problem.machine.capacity_bytes <= 0).any():
+        return f"more {memory} than constraints reserve"
+    return f"{memory} times {np.ceil(factor * 1000) / 1000:.3f}"
 
 
 def _table_bytes(problem: Problem, spec: TableSpec) -> int:

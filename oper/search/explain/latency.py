@@ -25,7 +25,7 @@ import numpy as np
 from oper.errors import PlanInfeasibleError, require_fields
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
-from oper.ranges import PositiveAmount, rules_of, within
+from oper.ranges import PositiveAmount, Rule, rules_of, within
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import Constraints
@@ -53,7 +53,7 @@ class LatencyGoal:
         max_batch: largest batch to consider, samples.
     """
 
-    request_rate: PositiveAmount
+    request_rate: Annotated[float, Rule(lambda x: 1e-6 <= x <= 1e12, "1e-6..1e12 per second")]
     bound_ms: PositiveAmount
     dense_us: tuple[float, float] = (0.0, 0.0)
     max_batch: Annotated[int, within(1, 1 << 16)] = 1024
@@ -116,8 +116,8 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         return replace(stated, message_bits=message_bits)
 
     # The placement is optimised for the number of samples that a rank receives in half the bound.
-    likely = int(goal.request_rate / topology.world_size * goal.bound_ms / 2e3)
-    problem = state(max(1, min(goal.max_batch, likely)))
+    likely = goal.request_rate / topology.world_size * goal.bound_ms / 2e3
+    problem = state(max(1, int(min(goal.max_batch, likely))))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # missing statistics: warned of above
         powers = (1 << k for k in range(goal.max_batch.bit_length()))
@@ -148,8 +148,10 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:
     """A plan in which no domain holds more than `domain_bytes`; None if no plan fits."""
-    ranks = min(len(d.ranks) for d in problem.topology.domains)
-    held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
+    m = problem.machine  # its capacities contain the limits of the constraints
+    limits = np.minimum(m.capacity_bytes, domain_bytes).clip(0.0)[m.domain] / m.num_domain
+    each = tuple(limits.astype(np.int64).tolist())
+    held = replace(problem.constraints, memory_bytes=each[0] if len(set(each)) == 1 else each)
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
     try:
         # Host memory must not replace device memory here: the aim is less memory in total.
@@ -259,9 +261,9 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
             low = middle
         else:
             high = middle
-    ways = [] if best is None else [f"a bound of {math.ceil(best.p99_ms * 1e3) / 1e3:g} ms"]
+    ways = [] if best is None else [f"a bound of {math.ceil(best.p99_ms * 1e3) / 1e3} ms"]
     if low > 0:
-        ways.append(f"{math.floor(low):g} samples per second")
+        ways.append(f"{math.floor(low)} samples per second")
     ways.append("more ranks, or less dense compute")
     held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
     return PlanInfeasibleError(

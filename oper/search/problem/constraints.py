@@ -192,7 +192,8 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
-    """Raise InvalidInputError if constraints on some rows of a table contradict each other."""
+    """Raise InvalidInputError if constraints on rows of a table are invalid or contradict other
+    constraints on it."""
     what = f"invalid constraint of table {name!r}"
     require(what, "remove 'tiers', or 'pinned' and 'replicate'", (
         "tiers, pinned, replicate", "both given",
@@ -205,11 +206,17 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
             not ends or 0 <= ends[0] <= ends[-1] <= num_rows)
         require(what, "order the ranges, and keep them inside the table", (
             label, ranges, is_right, f"row ranges within 0..{num_rows} that do not overlap"))
+    complete = [] if held.tiers is None else [held.tiers]
     for x in held.pinned:
         # To check it like a tier of a plan, pad it with other tiers to a complete table.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
-        tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
-        check_tiers(what, tiers, num_rows, world_size)
+        complete.append(tuple(sorted([*rest, x], key=lambda t: t.start)))
+    try:
+        for tiers in complete:
+            check_tiers(what, tiers, num_rows, world_size)
+    except PlanError as error:
+        raise InvalidInputError(str(error)) from None
+    for x in (*(held.tiers or ()), *held.pinned):
         wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
             held, x)
         require(what, "change the pin or the other constraint", *(

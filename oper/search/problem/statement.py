@@ -298,7 +298,8 @@ def make_problem(
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
     """
     specs = check_unique(tables)
-    _check_arguments(topology, objective, batch_size)
+    _check_arguments(stats, topology, objective, batch_size)
+    batch_size = int(batch_size)  # not a number of NumPy, which JSON cannot represent
     if stats is None:
         warnings.warn("no access statistics: the plan is based on table sizes alone and assumes "
                       "that all rows of a table are equally hot", stacklevel=2)
@@ -324,10 +325,13 @@ def make_problem(
     for t in specs:
         mine = problem.held(t.name)
         check_rows(t.name, mine, t.num_rows, world_size)
+        lacks_memory = "host" in (mine.memories or ()) and not topology.host_memory_bytes
         require(f"no placement is allowed for table {t.name!r}",
-                "remove the constraint or extend `allow`",
-                ("constraint", mine, mine.tiers is not None or _may_place(problem, t.name),
-                 f"a placement and a mode of {sorted(problem.allow)}"))
+                "state host_memory_bytes in the topology, or allow device memory" if lacks_memory
+                else "remove the constraint or extend `allow`",
+                ("constraint", Constraints({t.name: mine}).to_json().get("tables"),
+                 mine.tiers is not None or _may_place(problem, t.name),
+                 f"a placement, a mode and a memory of {sorted(problem.allow)}"))
     return problem
 
 
@@ -355,8 +359,11 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
     return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
 
 
-def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
+def _check_arguments(stats: Any, topology: Any, objective: str, batch_size: Any) -> None:
     what = "cannot state the planning problem"
+    require(what, "read a file with AccessStats.load, or pass None if there are none",
+            ("stats", stats, stats is None or isinstance(stats, AccessStats),
+             "an oper.AccessStats"))
     require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
             ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
     require(what, "state the objective, training or inference",

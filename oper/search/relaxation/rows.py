@@ -21,6 +21,10 @@ from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
 from oper.search.problem.machine import GROUPS
 
+#: Least capacity of a class of memories, bytes. If reserved memory exceeds the memory, capacity is
+#: about 0, and any need overflows.
+LEAST_CAPACITY = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -106,8 +110,7 @@ class ResourceRows:
                            machine.host_capacity_bytes))
         out = []
         for held, class_of, of_rank, capacity_bytes in groups:
-            # If reserved memory exceeds the memory, capacity is about 0, and any need overflows.
-            capacity = np.maximum(np.bincount(class_of, capacity_bytes), 1e-3)
+            capacity = np.maximum(np.bincount(class_of, capacity_bytes), LEAST_CAPACITY)
             out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
                     for k in range(capacity.size)]
         return np.stack(out, axis=-1)

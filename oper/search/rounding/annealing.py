@@ -432,7 +432,8 @@ class Annealing:
                 four starts from the relaxed solution, the others from layouts derived from it.
         """
         num_tables, world = len(self.candidates), self.loads.class_of.size
-        num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64
+        num_parts = self.arrays["first"].size
+        capacity = num_parts * world  # a rank owns at most one piece of a part
         arrays = (self.arrays | {n: self.arrays[n].copy() for n in _CHANGED}
                   | {n: np.zeros(capacity, np.int64) for n in _OWNERSHIP})
         if start is not None:

@@ -98,37 +98,43 @@ class CandidatePool:
         return float(min(_ROUNDING, rows / max(memory, 1.0))) + _HIDDEN
 
     def _from_pool(self, bound: Bound) -> None:
-        pool, r = bound.pool, self.relaxation
-        table = np.array(pool.table, np.int64)
-        priced = np.array(pool.resources) @ bound.prices if pool.resources else np.zeros(0)
-        order = np.lexsort((priced, -pool.weight, table))
-        ends = np.searchsorted(table[order], np.arange(len(r.tables) + 1)).tolist()
-        mine = [order[a:min(b, a + _POOL)].tolist() for a, b in pairwise(ends)]
-        widest = {i: max(pool.configuration[i], key=lambda p: p.share) for at in mine for i in at}
-        known = [[_merged(zip(t.edges[1:].tolist(), r.plain[widest[i].choice].tolist(),
-                              strict=True)) for i in at]
-                 for t, at in zip(r.tables, mine, strict=True)]
-        self.add({k: [*x, *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
-                            for o in np.unique(r.plain[r.allowed[k]]))]
-                  for k, x in enumerate(known)})
-        shared = {k: np.array([pool.weight[i] for i in at if pool.weight[i] > 1e-6])
-                  for k, at in enumerate(mine)}
+        """Add the candidates of the relaxed solution, and pick the nearest one of each table."""
+        r, known = self.relaxation, self._known(bound)
+        self.add({k: [*(x for _, x in of), *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
+                                             for o in np.unique(r.plain[r.allowed[k]]))]
+                  for k, of in enumerate(known)})
+        mixed = [[(weight, x) for weight, x in of if weight > 1e-6] for of in known]
         # Parts that differ only in the class of the master copies are one candidate.
-        several = [k for k, weight in shared.items()
-                   if weight.size > 1 and len(self.candidates[k]) > 1]
+        several = {k: of for k, of in enumerate(mixed)
+                   if len(of) > 1 and len(self.candidates[k]) > 1}
         self.add({k: crossings(self.candidates[k][0], self.candidates[k][1], 12)
                   for k in several})
-        self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
+        self._add_mixtures(several)
 
-    def _add_mixtures(self, parts: Mapping[int, tuple[list[Candidate], np.ndarray]]) -> None:
+    def _known(self, bound: Bound) -> list[list[tuple[float, Candidate]]]:
+        """For each table, the tiers of the widest piece of configurations of the pool, with their
+        weights in the relaxed solution: those with the largest weights, then the cheapest."""
+        pool, r = bound.pool, self.relaxation
+        priced = np.array(pool.resources) @ bound.prices if pool.resources else np.zeros(0)
+        found: list[list[tuple[float, Candidate]]] = [[] for _ in r.tables]
+        for n in np.lexsort((priced, -pool.weight)).tolist():
+            of, edges = found[pool.table[n]], r.tables[pool.table[n]].edges
+            if len(of) < _POOL:
+                widest = max(pool.configuration[n], key=lambda p: p.share)
+                tiers = zip(edges[1:].tolist(), r.plain[widest.choice].tolist(), strict=True)
+                of.append((float(pool.weight[n]), _merged(tiers)))
+        return found
+
+    def _add_mixtures(self, parts: Mapping[int, list[tuple[float, Candidate]]]) -> None:
         """Add and pick, for each table, the candidate whose consumption is closest to the relaxed
-        solution's mixture. If two candidates of the mixture differ only in rows of equal hotness,
-        it is equal."""
+        solution's mixture, given as weights and candidates. If two candidates of the mixture differ
+        only in rows of equal hotness, it is equal."""
         before = {k: len(self.candidates[k]) for k in parts}
-        self.add({k: _mixed(*x) for k, x in parts.items()})
-        for k, (candidates, weight) in parts.items():
+        self.add({k: _mixed(of) for k, of in parts.items()})
+        for k, of in parts.items():
             at = [self.candidates[k].index(_simplified(self.relaxation.tables[k], x))
-                  for x in candidates]
+                  for _, x in of]
+            weight = np.array([x for x, _ in of])
             wanted = weight @ self.resources[k][at] / weight.sum()
             new = self.resources[k][before[k]:]
             if len(new):
@@ -287,14 +293,15 @@ class CandidatePool:
         return [r[p] for r, p in zip(self.candidates, self.pick, strict=True)]
 
 
-def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
-    """Return up to four mixtures of N candidates of one table: rows that the candidates place
-    differently are divided among them in the shares `weight`, float64 [N]. The mixtures differ in
-    which candidate gets the hotter of these rows, see `at_share`."""
-    rest, mixed = float(weight[0]), [candidates[0]]
-    for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
-        rest += more
-        part = more / rest
+def _mixed(parts: list[tuple[float, Candidate]]) -> list[Candidate]:
+    """Return up to four mixtures of candidates of one table: rows that the candidates place
+    differently are divided among them in the shares of their weights. The mixtures differ in which
+    candidate gets the hotter of these rows, see `at_share`."""
+    (rest, first), *others = parts
+    mixed = [first]
+    for weight, candidate in others:
+        rest += weight
+        part = weight / rest
         mixed = [m for first in mixed[:2] for m in (at_share(first, candidate, 1 - part),
                                                     at_share(candidate, first, part))]
     return mixed

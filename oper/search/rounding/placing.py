@@ -54,21 +54,31 @@ class Placer:
             if shard is not None and self.single_owner[k, option]:
                 tier = self._owned(k, start, stop, option, *shard[1:])
             else:
-                tier = self._uneven(k, start, stop, option, units) or self._even(
-                    k, start, stop, option)
+                tier = self._spread(k, start, stop, option, units)
             tiers.append(tier)
             start = stop
         return tuple(tiers)
 
-    def _even(self, k: int, start: int, stop: int, option: int) -> Tier:
-        """A tier with an option, on all ranks that the option allows."""
+    def _spread(self, k: int, start: int, stop: int, option: int, units: np.ndarray) -> Tier:
+        """A tier with an option, on all ranks that the option allows; pulled rows are striped in
+        proportion to the units that ranks own."""
         chosen = self.relaxation.options[option]
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", _rotated(range(self.world), k))
         if chosen.kind == COPIES:  # `spread_copies` distributes them over the ranks of hosts
             return Tier(start, stop, "replicated", copy_sets(self.problem.machine)[0])
         ranks = self.relaxation.classes.ranks[chosen.rank_class]
-        return self._owned(k, start, stop, option, _rotated(ranks.tolist(), k))
+        units = units[ranks] // max(1, int(np.gcd.reduce(units[ranks])))
+        placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
+        if chosen.kind != SHARD or (units == units[0]).all() or "striped" not in placements:
+            return self._owned(k, start, stop, option, _rotated(ranks.tolist(), k))
+        if stop - start < 2 * units.sum():
+            # Systematic sampling with an offset per table, so that rounding errors cancel.
+            ends = np.cumsum(units) / units.sum() * max(1, (stop - start) // 2)
+            units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
+        has = units > 0
+        weights = tuple(units[has].tolist()) if has.sum() > 1 else ()
+        return self._owned(k, start, stop, option, tuple(ranks[has].tolist()), weights)
 
     def _owned(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
                weights: tuple[int, ...] = ()) -> Tier:
@@ -78,26 +88,6 @@ class Placer:
         kind = self.relaxation.options[option].kind
         return Tier(start, stop, "owned" if owned else "striped", ranks, weights,
                     "push" if kind == PUSH else "pull", "host" if kind == HOST else "device")
-
-    def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
-                ) -> Tier | None:
-        """A pulled tier striped in proportion to the units that ranks own; None if all own equally
-        many, or if the option is not pulled."""
-        chosen = self.relaxation.options[option]
-        if chosen.kind != SHARD:
-            return None
-        ranks = self.relaxation.classes.ranks[chosen.rank_class]
-        units = units[ranks] // max(1, int(np.gcd.reduce(units[ranks])))
-        placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
-        if (units == units[0]).all() or "striped" not in placements:
-            return None
-        if stop - start < 2 * units.sum():
-            # Systematic sampling with an offset per table, so that rounding errors cancel.
-            ends = np.cumsum(units) / units.sum() * max(1, (stop - start) // 2)
-            units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
-        has = units > 0
-        weights = tuple(units[has].tolist()) if has.sum() > 1 else ()
-        return self._owned(k, start, stop, option, tuple(ranks[has].tolist()), weights)
 
 
 def _rotated(ranks: Sequence[int], k: int) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     if best.step_us <= goal or effort.over():
         return best
     placements = weigh_stripes(relaxation, best.placements)
-    return Found(placements, evaluated(relaxation, placements))
+    return min(best, Found(placements, evaluated(relaxation, placements)), key=lambda x: x.score)
 
 
 def _placed(bounds: Sequence[Bound], effort: Effort, goals: tuple[float, float], seed: int,

@@ -31,7 +31,7 @@ from oper.search.cost.model import CostModel
 from oper.search.cost.space import is_cut
 from oper.search.pricing.master import silent_solver
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, evaluated, plan_load_vector
+from oper.search.rounding.placing import Placement, plan_load_vector
 
 _UNITS = 1024  # sum of the weights of a stripe before they are reduced
 _FEWEST = 2 * _UNITS  # least rows of a stripe whose weights are chosen
@@ -43,46 +43,43 @@ _CHANGE = 0.01  # c, relative to the largest load of the stripe divided by the n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stripe:
-    """A stripe of pulled rows, and its loads.
+    """A stripe of pulled rows.
 
     Attributes:
         table: index of its table, which has one column piece.
         tier: index of its tier.
         ranks: int64 [N], the ranks that may own its rows; equal ranks.
         share: float64 [N], the present share of each of them.
-        held: bytes of its rows.
-        loads: float64 [N, P, 8, W], its load if one of `ranks` owned all of it but the hottest
-            rows, microseconds by phase, group of terms and rank.
+        rows: float64 [23, W], its load vector if the first of `ranks` owned all of it but the
+            hottest rows.
+        load_us: the largest load of that rank beyond the least of `ranks`, microseconds.
     """
 
     table: int
     tier: int
     ranks: np.ndarray
     share: np.ndarray
-    held: float
-    loads: np.ndarray
+    rows: np.ndarray
+    load_us: float
 
 
 def weigh_stripes(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
-    """Choose the weights of stripes of pulled rows; returns placements that are not slower.
+    """Choose the weights of stripes of pulled rows; returns the placements with these weights,
+    which may be slightly slower, because the program is not exact.
 
     Args:
         relaxation: the cost model and the tables.
         placements: of each table. Stripes of tables that are split by columns, have pinned rows or
             few rows keep their weights.
     """
-    before = list(placements)
-    stripes = _stripes(relaxation, before)
-    shares = _solved(relaxation, before, stripes) if stripes else None
-    if shares is None:
-        return before
-    after = list(before)
-    for stripe, share in zip(stripes, shares, strict=True):
-        piece, = after[stripe.table]
+    out = list(placements)
+    stripes = _stripes(relaxation, out)
+    for stripe, share in zip(stripes, _solved(relaxation, out, stripes), strict=True):
+        piece, = out[stripe.table]
         tiers = list(piece.tiers)
         tiers[stripe.tier] = _weighted(tiers[stripe.tier], stripe.ranks, share)
-        after[stripe.table] = (replace(piece, tiers=tuple(tiers)),)
-    return min(before, after, key=lambda x: evaluated(relaxation, x).score)
+        out[stripe.table] = (replace(piece, tiers=tuple(tiers)),)
+    return out
 
 
 def _share(tier: Tier, ranks: np.ndarray) -> np.ndarray:
@@ -95,7 +92,7 @@ def _share(tier: Tier, ranks: np.ndarray) -> np.ndarray:
 def _stripes(relaxation: Relaxation, placements: list[Placement]) -> list[_Stripe]:
     """The stripes whose weights are chosen: those with the largest loads on their owners."""
     model, classes, problem = relaxation.model, relaxation.classes, relaxation.problem
-    found: list[tuple[float, int, int, np.ndarray, np.ndarray]] = []
+    found: list[_Stripe] = []
     for k, (t, pieces) in enumerate(zip(relaxation.tables, placements, strict=True)):
         if len(pieces) != 1 or problem.held(t.spec.name).pinned:
             continue
@@ -109,30 +106,34 @@ def _stripes(relaxation: Relaxation, placements: list[Placement]) -> list[_Strip
                                ranks=(int(ranks[0]),), weights=())
                 rows = model.piece_load_vector(t, replace(pieces[0], tiers=(tail,)),
                                                t.ids_are_positions or is_cut(pieces)).rows
-                us = model.group_us(model.loads(rows))
-                size = float(np.ptp(us[..., ranks], axis=-1).max())
-                found.append((size, k, n, ranks, rows))
+                us = model.group_us(model.loads(rows))[..., ranks]
+                found.append(_Stripe(k, n, ranks, _share(x, ranks), rows,
+                                     float(np.ptp(us, axis=-1).max())))
     out, left = [], _SHARES
-    for _, k, n, ranks, rows in sorted(found, key=lambda x: (-x[0], x[1:3])):
-        if ranks.size <= left:
-            left -= ranks.size
-            out.append(_Stripe(k, n, ranks, _share(placements[k][0].tiers[n], ranks),
-                               float(rows[Row.HELD].sum()), _by_owner(model, rows, ranks)))
+    for stripe in sorted(found, key=lambda x: -x.load_us):
+        if stripe.ranks.size <= left:
+            left -= stripe.ranks.size
+            out.append(stripe)
     return out
 
 
-def _by_owner(model: CostModel, owned: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Loads by owner, float64 [N, P, 8, W], given the load vector with the first of the equal ranks
-    `ranks` (int64 [N]) as owner, float64 [23, W]."""
+def _excess(model: CostModel, stripe: _Stripe) -> np.ndarray:
+    """Loads by owner of all rows but the hottest, float64 [N, P, 8, W], microseconds by phase,
+    group of terms and rank, in excess of the least for any owner."""
+    ranks, owned = stripe.ranks, stripe.rows
     every = np.repeat(owned[None], ranks.size, axis=0)
     every[:, :, ranks[0]] = owned[:, ranks[1]]
     every[np.arange(ranks.size), :, ranks] = owned[:, ranks[0]]
-    return model.group_us(model.loads(every))
+    us = model.group_us(model.loads(every))
+    return np.asarray(us - us.min(axis=0))
 
 
 def _solved(relaxation: Relaxation, placements: list[Placement], stripes: list[_Stripe]
-            ) -> list[np.ndarray] | None:
-    """The best shares of each stripe, float64 [N] each; None if the solver finds no optimum."""
+            ) -> list[np.ndarray]:
+    """The best shares of each stripe, float64 [N] each; the present ones if the solver finds no
+    optimum."""
+    if not stripes:
+        return []
     model, inf = relaxation.model, highspy.kHighsInf
     m = model.machine
     total = plan_load_vector(relaxation, placements)
@@ -140,30 +141,30 @@ def _solved(relaxation: Relaxation, placements: list[Placement], stripes: list[_
     num_phases, num_groups, world = us.shape
     # Most ranks are as busy whoever the owner is: as the shares of a stripe add up to 1, its least
     # loads are constant, and only what exceeds them is a coefficient.
-    excess = [x.loads - x.loads.min(axis=0) for x in stripes]
+    excess = [_excess(model, x) for x in stripes]
     slack = m.capacity_bytes - m.per_domain(total.rows[Row.HELD])
-    limits = np.concatenate([-us.reshape(-1), np.maximum(slack, 0.0), np.zeros(len(stripes))])
     solver = silent_solver()
-    num_loads, num_domains = us.size, slack.size
-    for n, limit in enumerate(limits):
-        solver.addRow(0.0 if n >= num_loads + num_domains else -inf, float(limit), 0,
-                      np.zeros(0, np.int32), np.zeros(0))
+    no_columns = 0, np.zeros(0, np.int32), np.zeros(0)
+    for limit in [*-us.reshape(-1), *np.maximum(slack, 0.0)]:
+        solver.addRow(-inf, float(limit), *no_columns)
+    for _ in stripes:
+        solver.addRow(0.0, 0.0, *no_columns)  # changes of its shares add up to 0
     for phase in range(num_phases):
         rows = np.arange(num_groups * world, dtype=np.int32) + phase * num_groups * world
         solver.addCol(1.0, 0.0, inf, rows.size, rows, -np.ones(rows.size))
     for i, (stripe, loads) in enumerate(zip(stripes, excess, strict=True)):
-        cost = _CHANGE * float(loads.max()) / world
+        cost, held = _CHANGE * float(loads.max()) / world, float(stripe.rows[Row.HELD].sum())
         for r, share, load in zip(stripe.ranks.tolist(), stripe.share, loads, strict=True):
             at = np.flatnonzero(load.reshape(-1) > 1e-9)
-            rows = np.concatenate([at, [num_loads + m.domain[r], num_loads + num_domains + i]])
-            values = np.concatenate([load.reshape(-1)[at], [stripe.held, 1.0]])
+            rows = np.concatenate([at, [us.size + m.domain[r], us.size + slack.size + i]])
+            values = np.concatenate([load.reshape(-1)[at], [held, 1.0]])
             # The share is its present value, plus one variable, minus another.
             solver.addCol(cost, 0.0, inf, rows.size, rows.astype(np.int32), values)
             solver.addCol(cost, 0.0, max(0.0, share - 1 / _UNITS), rows.size,
                           rows.astype(np.int32), -values)
     solver.run()
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
+        return [x.share for x in stripes]
     more, less = np.array(solver.getSolution().col_value)[num_phases:].reshape(-1, 2).T
     ends = np.cumsum([x.ranks.size for x in stripes])[:-1]
     return [x.share + change for x, change in zip(stripes, np.split(more - less, ends),
