@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError
@@ -115,6 +117,10 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     if missing and known:
         raise InvalidInputError("cannot find modules with tables", "modules", sorted(missing),
                                 f"some of the paths {known[:8]}", "name modules of this model")
+    if not targets and reasons:
+        raise InvalidInputError(
+            "nothing to shard", "modules with tables, none of which can be sharded", reasons,
+            "at least one that only looks up", "make the embedding a child of the module")
     if not targets:
         raise InvalidInputError(
             "nothing to shard", "modules", type(module).__name__,
@@ -135,6 +141,26 @@ def _own_behaviour(target: Target) -> str:
         return f"{type(module).__name__} has parameters besides weight, or computes weight"
     if not target.is_collection and (module._buffers or module._modules):
         return f"{type(module).__name__} has buffers or modules of its own"
+    if target.is_collection and not target.is_quantised:
+        return _own_tables(module, own_names(target))
+    return ""
+
+
+def _own_tables(collection: nn.Module, names: Sequence[str]) -> str:
+    """Return why a sharded collection cannot replace one whose tables the user has changed; "" if
+    its tables are the plain modules that TorchRec creates for tables of these `names`."""
+    from torch import nn
+
+    held = {parameter.split(".")[1] for parameter, _ in collection.named_parameters()}
+    if held != {*names}:
+        return f"its tables are {sorted(held)[:8]} instead of {sorted(names)[:8]}"
+    for path, table in collection.named_modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            kind = nn.EmbeddingBag if isinstance(table, nn.EmbeddingBag) else nn.Embedding
+            if type(table).forward is not kind.forward or type(table).__call__ is not kind.__call__:
+                return f"its table {path} is a {type(table).__name__} that overrides forward"
+            if [*table._parameters] != ["weight"] or table._buffers or table._modules:
+                return f"its table {path} has more than a weight, or computes weight"
     return ""
 
 
@@ -170,23 +196,36 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
-    from torch import nn
-
-    owner: dict[int, tuple[str, nn.Parameter]] = {}
-    paths = {t.path for t in targets}
+    """Raise InvalidInputError if a table that trains is also a parameter or buffer of another
+    module, or shares its memory with one, as ``from_pretrained(other.weight)`` does."""
+    found: list[tuple[int, int, str, torch.Tensor]] = []
     for path, child in module.named_modules(remove_duplicate=False):
-        for name, parameter in child.named_parameters(recurse=False):
-            here = f"{path}.{name}".strip(".")
-            # Parameters may also share their memory: from_pretrained(other.weight).
-            is_plain = type(parameter) is nn.Parameter and not parameter.is_meta
-            place = (is_plain and parameter.data_ptr()) or id(parameter)
-            first, other = owner.setdefault(place, (here, parameter))
-            trains = parameter.requires_grad or other.requires_grad or other is parameter
-            ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
-            if first != here and ours and trains:
+        for name, x in chain(child.named_parameters(recurse=False),
+                             child.named_buffers(recurse=False)):
+            found.append((*_memory_of(x), f"{path}.{name}".strip("."), x))
+    found.sort(key=itemgetter(0, 1))
+    paths = {t.path for t in targets}
+    for k, (_, end, first, x) in enumerate(found):
+        for begin, _, second, y in found[k + 1:]:
+            if begin >= end:
+                break
+            names = sorted((first, second))
+            ours = any(p in ("", n) or n.startswith(f"{p}.") for n in names for p in paths)
+            if first != second and ours and (x is y or x.requires_grad or y.requires_grad):
                 raise InvalidInputError("cannot shard a parameter shared between modules",
-                                        "parameters", (first, here), "each table in one module",
-                                        "give each module its own parameter")
+                                        "parameters", tuple(names), "each table in one module",
+                                        "give each module its own parameter or buffer")
+
+
+def _memory_of(x: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses `[begin, end)` of a tensor, and numbers of its own if it has none."""
+    import torch
+
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel() or (
+            x.layout != torch.strided):
+        return -id(x) - 1, -id(x)
+    size = x.numel() if x.is_contiguous() else 1
+    return x.data_ptr(), x.data_ptr() + size * x.element_size()
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
+from oper.integration.checkpoint.table_state import (
+    load_optimizer_entries,
+    optimizer_entries,
+    optimizer_errors,
+)
 from oper.integration.table_module import TableModule, refuse_lookup, refuse_script
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
@@ -45,7 +49,8 @@ class _ShardedModule(TableModule):
     def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
                  ) -> None:
         super().__init__(tables, name, module.weight.requires_grad)
-        self.padding_idx = module.padding_idx
+        padding = module.padding_idx  # torch takes a negative one as well
+        self.padding_idx = None if padding is None else padding % module.num_embeddings
         self.max_norm: float | None = None
         self.norm_type = module.norm_type
         self.scale_grad_by_freq, self.sparse = False, module.sparse
@@ -74,8 +79,18 @@ class _ShardedModule(TableModule):
         return {"state": {"weight": optimizer_entries(self.tables, self._name, "weight")}}
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an `optimizer_state_dict` saved under any plan and world size. Collective."""
+        """Load an `optimizer_state_dict` saved under any plan and world size. Collective.
+
+        Raises:
+            InvalidInputError: a rank's state is not one of this table and optimizer; no rank loads
+                any of it.
+        """
         self.tables.barrier()  # peers may still be reading
+        errors = optimizer_errors(self.tables, self._name, "weight", state_dict)
+        if errors:
+            raise InvalidInputError(
+                f"cannot load the optimizer state of table {self._name!r}", "errors", errors[:8],
+                "none on any rank", "pass the same optimizer_state_dict on all ranks")
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
         self.tables.flush_replicas()
 
@@ -125,7 +140,7 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         try:
             batch = self._lookup_of(input, offsets, per_sample_weights)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, input)
             raise
         return self.tables.lookup(batch).to(self.dtype)
 
@@ -207,7 +222,7 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
                 _refuse(self, input)
             ids = input.reshape(-1).contiguous()
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, input)
             raise
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)

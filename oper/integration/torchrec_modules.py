@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
 
@@ -46,6 +46,7 @@ from oper.integration.checkpoint.table_state import (
     Entries,
     States,
     all_ranks,
+    check_steps,
     load_optimizer_entries,
     optimizer_entries,
 )
@@ -98,6 +99,7 @@ def table_specs(collection: Collection,
             converted to another dtype than its configuration states.
     """
     specs = []
+    _check_tables(collection)
     _check_dtypes(collection)
     quantised = {DataType.INT8: "int8", DataType.INT4: "int4"}
     known = _DTYPES | (quantised if isinstance(collection, _QUANTISED) else {})
@@ -124,6 +126,31 @@ def table_specs(collection: Collection,
         specs.append(TableSpec(config.name, config.num_embeddings, config.embedding_dim,
                                tuple(config.feature_names), pooling, dtype, name))
     return specs
+
+
+def _check_tables(collection: Collection) -> None:
+    """Raise InvalidInputError if a table's module no longer has the shape and options that its
+    configuration states, which sharded tables have."""
+    if isinstance(collection, _QUANTISED):
+        return
+    for config in configs_of(collection):
+        pooled = isinstance(config, EmbeddingBagConfig)
+        tables: Any = collection.embedding_bags if pooled else collection.embeddings
+        table = tables[config.name]
+        wanted: dict[str, Any] = {"max_norm": None, "scale_grad_by_freq": False,
+                                  "padding_idx": None}
+        if isinstance(config, EmbeddingBagConfig):
+            mean = config.pooling == PoolingType.MEAN
+            wanted |= {"mode": "mean" if mean else "sum", "include_last_offset": True}
+        found = {option: getattr(table, option, value) for option, value in wanted.items()}
+        wanted["shape of weight"] = (config.num_embeddings, config.embedding_dim)
+        found["shape of weight"] = tuple(table.weight.shape)
+        for option, value in wanted.items():
+            if found[option] != value:
+                raise InvalidInputError(
+                    f"cannot shard table {config.name!r}", option, found[option],
+                    f"{value}, as in the configuration of the collection",
+                    "undo the change to the table, or leave the module out of modules=")
 
 
 def _check_dtypes(collection: Collection) -> None:
@@ -184,6 +211,16 @@ class _FusedOptimizer(FusedOptimizer):
                                {t: copy.deepcopy(x, memo) for t, x in self._weights.items()})
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the tables; a new ``["lr"]`` takes effect in the next backward.
+        """
+        return self._tables.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        self._tables.param_groups[:] = groups
+
+    @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """Map each table parameter to a copy of its optimizer state, made at every access.
 
@@ -216,6 +253,9 @@ class _FusedOptimizer(FusedOptimizer):
         failed: Exception | None = None
         try:
             super().load_state_dict(state_dict)
+            for table, entries in loading.items():
+                check_steps(f"cannot load the optimizer state of table {table!r}",
+                            entries.get(f"{table}.step", 0))
         except Exception as error:
             failed = error
         finally:
@@ -375,7 +415,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         try:
             batch = self.lookup_of(ctx.features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, ctx.features)
             raise
         return self.tables.lookup(batch)
 
@@ -442,7 +482,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         try:  # a helper for this would cost time in every step
             batch = self.lookup_of(features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, features)
             raise
         values = self.tables.lookup(batch)
         if features.inverse_indices_or_none() is not None or self._converts:
@@ -496,7 +536,7 @@ class ShardedEmbeddings(_ShardedCollection):
         try:
             batch = self.lookup_of(features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, features)
             raise
         return self._jagged(self.tables.lookup(batch), features)
 

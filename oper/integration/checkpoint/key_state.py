@@ -69,9 +69,11 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     absent = [key for key in entries if key not in state_dict]
     missing_keys += absent
     errors = []
-    if absent and f"{prefix}weight" in state_dict:  # an error even if the load is not strict
+    weight = f"{prefix}weight"
+    lacks = [key for key in (weight, *entries) if key not in state_dict]
+    if lacks and len(lacks) <= len(entries):  # an error even if the load is not strict
         errors.append(fail(
-            f"cannot load dynamic table {name!r}", "missing entries", absent,
+            f"cannot load dynamic table {name!r}", "missing entries", lacks,
             "rows together with their keys", "load all entries of the table"))
     with noting(errors):
         if not absent:

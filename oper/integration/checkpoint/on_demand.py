@@ -38,6 +38,7 @@ class TableRows:
         source: the value that `load_state_dict` has accepted for loading, or None.
         version: tensor whose version counter updates of the rows must increment; None once
             `oper.integration.table_tensor` has arranged this, or if it is not needed.
+        views: the views of a weight that are in use, by their ``id``; None for other handles.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
@@ -47,6 +48,7 @@ class TableRows:
         self.part = part
         self.source: Any = None
         self.version: Any = None
+        self.views: Any = None
         self.shape = torch.Size(tables.shape(name, part))
         self.dtype = tables.dtype(name, part)
         row_bytes = self.dtype.itemsize * self.shape[1:].numel()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, fail, require
 from oper.integration.checkpoint.on_demand import (
     CHUNK_BYTES,
     TableRows,
@@ -232,6 +232,42 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     if OPTIMIZERS[kind].counts_steps:
         entries[f"{label}.step"] = torch.tensor(tables.table_steps(name), dtype=torch.float32)
     return entries
+
+
+def optimizer_errors(tables: ShardedTables, name: str, label: str, state_dict: Any) -> list[str]:
+    """Return why `load_optimizer_entries` cannot load ``state_dict["state"][label]``; on all ranks
+    if any rank cannot. Collective."""
+    errors: list[str] = []
+    what = f"cannot load the optimizer state of table {name!r}"
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    entries = state.get(label) if isinstance(state, Mapping) else None
+    kind = tables.specs[name].optimizer
+    parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
+    wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
+    found = entries if isinstance(entries, Mapping) else {}
+    if not isinstance(entries, Mapping) or found.keys() != wanted:
+        errors.append(fail(what, "entries", sorted(found, key=str),
+                           f"{sorted(wanted)}, those of {kind!r}, in ['state'][{label!r}]",
+                           "pass the state of a table that has this optimizer"))
+    else:
+        for key, part in parts.items():
+            with noting(errors):
+                TableRows(tables, name, part).check(found[key])
+        with noting(errors):
+            check_steps(what, found.get(f"{label}.step", 0))
+    return errors_of_all(all_ranks(tables), not_plain(found, parts), errors)
+
+
+def check_steps(what: str, steps: Any) -> int:
+    """Return a saved number of updates as an int; raises InvalidInputError, which begins with
+    `what`, if it is not an integer >= 0."""
+    try:
+        number = float(steps)
+    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+        number = -1.0
+    require(what, "pass a state that optimizer_state_dict or state_dict has returned", (
+        "step", steps, number >= 0 and number.is_integer(), "an integer >= 0"))
+    return int(number)
 
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,

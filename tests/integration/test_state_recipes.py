@@ -1,0 +1,309 @@
+"""What programs do with a model's state, in code that is common outside of OPER: the unsharded
+model's results, or an error that changes nothing."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.utils import parametrize
+from torchrec.fx import Tracer
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import oper
+from oper.errors import InvalidInputError, OperError
+from tests.integration.module_support import LR, bag, collection, kjt, rows, shard
+from tests.world_support import run_world
+
+IDS = torch.tensor([1, 2, 3, 4])
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def swapped(weight: Any, average: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the weight with its own values, with those of an average, and with its own again."""
+    kept, row = weight.data, weight.detach()[1]
+    yield weight.detach().clone()
+    weight.data = average
+    yield weight.detach().clone()
+    row.mul_(2)  # of the values that were kept
+    weight.data = kept
+    yield weight.detach().clone()
+    yield row.clone()
+
+
+def test_data_is_exchanged_for_an_average_and_back() -> None:
+    """The recipe for evaluating with averaged weights, which keeps ``weight.data`` itself."""
+    plain, sharded = bag(), shard(bag())
+    average = torch.randn(10, 4)
+    for ours, theirs in zip(swapped(sharded.weight, average.clone()),
+                            swapped(plain.weight, average.clone()), strict=True):
+        assert torch.equal(ours, theirs)
+    sharded(IDS[None]).sum().backward()
+    assert torch.equal(rows(sharded)[1], rows(plain)[1] - LR)
+
+
+def _swap(rank: int, world_size: int) -> None:
+    before = rows(bag())
+    sharded = shard(bag())
+    kept = sharded.weight.data if rank else None  # as if rank 0 had dropped its copy
+    sharded.weight.data = torch.zeros(10, 4)
+    assert not sharded.weight.any()
+    assert kept is None or torch.equal(kept, before)
+
+
+def test_kept_data_of_one_rank() -> None:
+    run_world(2, _swap, env={"OPER_DEADLINE_S": "20"})
+
+
+def test_assignments_to_data_that_change_nothing() -> None:
+    plain, sharded = bag(4, 4), shard(bag(4, 4))
+    for weight in (plain.weight, sharded.weight):
+        weight.data += 1
+        weight.data = weight.data
+        weight.data = weight.data.t()
+    assert torch.equal(sharded.weight, plain.weight)
+    for write in (lambda w: w.data.t_(), lambda w: w.data.transpose_(0, 1),
+                  lambda w: setattr(w.data[0], "data", torch.zeros(4))):
+        with pytest.raises(InvalidInputError, match=r"cannot change the shape|data of a view"):
+            write(sharded.weight)
+    assert torch.equal(sharded.weight, plain.weight)
+
+
+def test_parameters_of_a_collections_tables() -> None:
+    plain, sharded = collection().embedding_bags, shard(collection()).embedding_bags
+    for tables in (plain, sharded):
+        assert [n for n, _ in tables.named_parameters()] == ["a.weight", "b.weight"]
+        for p in tables.parameters():
+            nn.init.constant_(p, 2.0)
+            p.requires_grad = False
+    for name, value in plain.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name], value)
+    assert not any(p.requires_grad for p in sharded.parameters())
+
+
+def test_gradients_are_not_left_to_another_optimizer() -> None:
+    for tag in (apply_optimizer_in_backward, _apply_optimizer_in_backward):
+        model = shard(collection())
+        with pytest.raises(InvalidInputError, match=r"a call before oper\.shard"):
+            tag(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+        before = rows(model.embedding_bags["a"])
+        model(kjt(IDS)).values().sum().backward()
+        assert torch.equal(rows(model.embedding_bags["a"])[1], before[1] - LR)
+
+
+# ---- tables that are not those of the configuration ----------------------------------------------
+
+
+class Double(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+class Doubling(nn.EmbeddingBag):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+OPTIONS = {"mode": "mean", "padding_idx": 1, "max_norm": 0.1, "scale_grad_by_freq": True,
+           "include_last_offset": False}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_a_table_that_its_configuration_lacks(option: str) -> None:
+    model, sharded = collection(), shard(collection())
+    setattr(model.embedding_bags["a"], option, OPTIONS[option])
+    with pytest.raises(InvalidInputError, match=f"cannot shard table 'a': {option}="):
+        shard(model)
+    before = getattr(sharded.embedding_bags["a"], option)
+    assert before == getattr(collection().embedding_bags["a"], option)
+    with pytest.raises(InvalidInputError, match=f"cannot change table 'a'.*{option}="):
+        setattr(sharded.embedding_bags["a"], option, OPTIONS[option])
+    assert getattr(sharded.embedding_bags["a"], option) == before
+
+
+def test_a_table_of_another_size_than_its_configuration() -> None:
+    model = collection()
+    model.embedding_bags["a"] = nn.EmbeddingBag(20, 4, mode="sum", include_last_offset=True)
+    with pytest.raises(InvalidInputError, match=r"shape of weight=\(20, 4\)"):
+        shard(model)
+
+
+def _parametrized(model: Any) -> None:
+    parametrize.register_parametrization(model.embedding_bags["a"], "weight", Double())
+
+
+def _overriding(model: Any) -> None:
+    model.embedding_bags["a"] = Doubling(10, 4, mode="sum", include_last_offset=True)
+
+
+def _without(model: Any) -> None:
+    del model.embedding_bags["b"]
+    model.embedding_bags["c"] = nn.EmbeddingBag(10, 4, mode="sum", include_last_offset=True)
+
+
+@pytest.mark.parametrize("change, reason", [(_parametrized, "computes weight"),
+                                            (_overriding, "overrides forward"),
+                                            (_without, r"its tables are \['a', 'c'\]")])
+def test_collections_with_tables_that_do_more_stay_unsharded(
+        change: Callable[[Any], None], reason: str) -> None:
+    model = nn.ModuleDict({"changed": collection(), "other": collection()})
+    change(model["changed"])
+    before = {n: x.clone() for n, x in model["changed"].state_dict().items()}
+    with pytest.warns(UserWarning, match=f"stay unsharded.*{reason}"):
+        oper.shard(model, optimizer=oper.SGD(lr=LR))
+    assert all(torch.equal(x, before[n]) for n, x in model["changed"].state_dict().items())
+    assert type(model["changed"]) is type(collection())
+    with pytest.raises(InvalidInputError, match=f"nothing to shard.*{reason}"), pytest.warns():
+        oper.shard(nn.Sequential(model["changed"]), optimizer=oper.SGD(lr=LR))
+
+
+class Mirror(nn.Module):
+    """Has a buffer that shares the table's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = bag()
+        self.register_buffer("mirror", self.bag.weight.data[2:])
+
+
+def test_memory_shared_with_a_buffer_or_in_part() -> None:
+    with pytest.raises(InvalidInputError, match=r"shared between modules.*bag\.weight.*mirror"):
+        shard(Mirror())
+    both, values = nn.ModuleList([bag(), bag()]), torch.randn(20, 4)
+    for module, begin in zip(both, (0, 5), strict=True):
+        module.weight = nn.Parameter(values[begin:begin + 10])
+    with pytest.raises(InvalidInputError, match=r"shared between modules.*0\.weight.*1\.weight"):
+        shard(both)
+    both[1].weight = nn.Parameter(values[10:])
+    assert torch.equal(rows(shard(both)[1]), values[10:])
+
+
+def test_a_negative_padding_index() -> None:
+    module = nn.Embedding(10, 4)
+    module.padding_idx = -1  # torch counts it from the end at each lookup
+    sharded = shard(module)
+    before = rows(sharded)
+    sharded(torch.tensor([9, 3])).sum().backward()
+    assert torch.equal(rows(sharded)[9], before[9])
+    assert torch.equal(rows(sharded)[3], before[3] - LR)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, value", [("weight_decay", 0.1), ("eps", 1.0), ("momentum", 0.5),
+                                         ("betas", (0.5, 0.5)), ("maximize", True)])
+def test_settings_other_than_lr_cannot_be_changed(name: str, value: Any) -> None:
+    model = shard(bag(), optimizer=oper.Adam(lr=LR))
+    group, before = model.param_groups[0], rows(model)
+    group[name] = value
+    with pytest.raises(InvalidInputError, match=f"{name} of table 'weight'=.*only lr"):
+        model(IDS[None]).sum().backward()
+    assert torch.equal(rows(model), before)
+    group.update(weight_decay=0.0, eps=1e-8, betas=[0.9, 0.999], momentum=0, maximize=False,
+                 initial_lr=1.0)
+    model(IDS[None]).sum().backward()
+    assert not torch.equal(rows(model), before)
+
+
+def test_parameter_groups_can_be_replaced() -> None:
+    model = shard(collection())
+    before = rows(model.embedding_bags["a"])
+    optimizer = model.fused_optimizer
+    optimizer.param_groups = [g | {"lr": 2 * LR} for g in optimizer.param_groups]
+    model(kjt(IDS)).values().sum().backward()
+    assert torch.equal(rows(model.embedding_bags["a"])[1], before[1] - 2 * LR)
+
+
+def _other(state: Any, key: str, value: Any) -> Any:
+    entries = copy.deepcopy(state["state"]["weight"]) | {key: value}
+    return {"state": {"weight": {k: x for k, x in entries.items() if x is not None}}}
+
+
+def _load_states(rank: int, world_size: int) -> None:
+    model, other = (shard(bag(), optimizer=oper.Adam(lr=LR)) for _ in range(2))
+    for _ in range(2):
+        model(IDS[None]).pow(2).sum().backward()
+    good = model.optimizer_state_dict()
+    for bad in ({}, {"state": {}}, {"state": {0: {"step": 1}}}, _other(good, "weight.step", None),
+                _other(good, "weight.exp_avg_sq", None), _other(good, "weight.more", 1),
+                _other(good, "weight.step", torch.tensor(-1.0)),
+                _other(good, "weight.momentum1", torch.zeros(3, 4))):
+        with pytest.raises(InvalidInputError, match="cannot load the optimizer state of table"):
+            other.load_optimizer_state_dict(bad if rank == world_size - 1 else good)
+        assert other.tables.table_steps(other._name) == 0
+    other.load_optimizer_state_dict(good)
+    other.load_state_dict(model.state_dict())
+    for module in (model, other):
+        module(IDS[None]).pow(2).sum().backward()
+    assert torch.equal(rows(model), rows(other))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizer_states_of_another_table(world_size: int) -> None:
+    if world_size == 1:
+        _load_states(0, 1)
+    else:
+        run_world(2, _load_states, env={"OPER_DEADLINE_S": "20"})
+
+
+def test_a_saved_step_below_zero() -> None:
+    model = shard(collection(), optimizer=oper.Adam(lr=LR))
+    state = model.fused_optimizer.state_dict()
+    for entries in state["state"].values():
+        for key in entries:
+            if key.endswith(".step"):
+                entries[key].fill_(-1)
+    with pytest.raises(InvalidInputError, match=r"step=.*an integer >= 0"):
+        model.fused_optimizer.load_state_dict(state)
+
+
+def test_keys_without_rows() -> None:
+    model = shard(bag(), dynamic=oper.DynamicTable())
+    model(torch.tensor([[777]])).sum().backward()
+    state = model.state_dict()
+    values = state.pop("weight")
+    before = model(torch.tensor([[777]])).detach()
+    for part in (state, {"weight": values}):
+        with pytest.raises(RuntimeError, match="missing entries"):
+            model.load_state_dict(part, strict=False)
+    assert torch.equal(model(torch.tensor([[777]])), before)
+
+
+# ---- tracing, interrupts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make, inputs", [(bag, IDS[None]), (collection, kjt(IDS))])
+def test_symbolic_traces_take_sharded_modules_as_leaves(make: Any, inputs: Any) -> None:
+    model = nn.Sequential(shard(make()))
+    with pytest.raises(OperError, match=r"cannot be traced.*leaf_modules"):
+        torch.fx.symbolic_trace(model)
+    graph = Tracer(leaf_modules=[type(model[0]).__name__]).trace(model)
+    ours, theirs = (m(inputs) for m in (torch.fx.GraphModule(model, graph), model))
+    for x, y in [(ours, theirs)] if make is bag else [(ours.values(), theirs.values())]:
+        assert torch.equal(x, y)
+
+
+def test_an_interrupt_on_entering_no_sync_holds_nothing_back(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting:
+        """A lock, after whose release a signal arrives."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    model = shard(bag())
+    monkeypatch.setattr(model.tables.held, "_lock", Interrupting())
+    with pytest.raises(KeyboardInterrupt), oper.no_sync(model):
+        pass
+    before = rows(model)
+    model(IDS[None]).sum().backward()
+    assert torch.equal(rows(model)[1], before[1] - LR)
