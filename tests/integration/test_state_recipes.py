@@ -307,3 +307,29 @@ def test_an_interrupt_on_entering_no_sync_holds_nothing_back(
     before = rows(model)
     model(IDS[None]).sum().backward()
     assert torch.equal(rows(model)[1], before[1] - LR)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_update_that_is_interrupted_is_counted(monkeypatch: pytest.MonkeyPatch, moves: bool
+                                                  ) -> None:
+    """Python raises KeyboardInterrupt when the operator that updates the rows has returned."""
+    model, other = (shard(bag(), optimizer=oper.Adam(lr=LR)) for _ in range(2))
+    if moves:
+        model.tables.start_migration(model.tables.plan, 64)
+    operator = model.tables._backward_op
+
+    def interrupted(*args: Any) -> None:
+        operator(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    for k in range(12):
+        if k == 2:
+            monkeypatch.setattr(model.tables, "_backward_op", interrupted)
+        for module in (model, other):
+            try:
+                module(IDS[None] + k % 3).pow(2).sum().backward()
+            except KeyboardInterrupt:
+                assert k == 2 and module is model
+    assert model.tables.migration is None and model.tables.num_steps == 12
+    assert torch.equal(rows(model), rows(other))
