@@ -154,7 +154,7 @@ class TableTensor(torch.Tensor):
         rows = self._rows
         assert rows.views is not None
         views = [*rows.views.values()]
-        if any(rows.tables.group.all_gather(bool(views))):  # reading may be collective
+        if any(rows.tables.all_gather(bool(views))):  # reading may be collective
             kept = _KeptRows(rows)
             for view in views:
                 view._rows = kept
@@ -192,6 +192,9 @@ class TableTensor(torch.Tensor):
     def tolist(self) -> list[Any]:
         """Return the values as nested lists, as ``torch.Tensor.tolist`` does."""
         return self.detach().clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and self.dim() == 0 else super().__format__(spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = (f"{type(self).__name__}(table={self._rows.name!r}, shape={tuple(self.shape)}, "
