@@ -194,7 +194,7 @@ class TableTensor(torch.Tensor):
         return self.detach().clone().tolist()
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec and self.dim() == 0 else super().__format__(spec)
+        return format(self.item() if spec and self.dim() == 0 else repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = (f"{type(self).__name__}(table={self._rows.name!r}, shape={tuple(self.shape)}, "

@@ -41,7 +41,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.on_demand import rows_on_demand
+from oper.integration.checkpoint.on_demand import check_rank, rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
     States,
@@ -252,6 +252,10 @@ class _FusedOptimizer(FusedOptimizer):
         self._loading = loading
         failed: Exception | None = None
         try:
+            for table, state in state_dict["state"].items():
+                for value in state.values():
+                    check_rank(f"cannot load the optimizer state of {table!r}", value,
+                               self._tables.group.rank)
             super().load_state_dict(state_dict)
             for table, entries in loading.items():
                 check_steps(f"cannot load the optimizer state of table {table!r}",

@@ -3,6 +3,7 @@ model's results, or an error that changes nothing."""
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def _swap(rank: int, world_size: int) -> None:
     sharded.weight.data = torch.zeros(10, 4)
     assert not sharded.weight.any()
     assert kept is None or torch.equal(kept, before)
+    assert f"{sharded.weight.data[0, 0]:.2f} {sharded.weight.data[0, 0]}".startswith("0.00 ")
 
 
 def test_kept_data_of_one_rank() -> None:
@@ -272,6 +274,35 @@ def test_keys_without_rows() -> None:
         with pytest.raises(RuntimeError, match="missing entries"):
             model.load_state_dict(part, strict=False)
     assert torch.equal(model(torch.tensor([[777]])), before)
+
+
+def _load_of_rank_0(rank: int, world_size: int, path: str, dynamic: bool) -> None:
+    """Rank 0 saves by ``torch.save``, as programs under DDP do, and all ranks load its file."""
+    model = shard(collection(), optimizer=oper.Adam(lr=LR),
+                  dynamic=oper.DynamicTable() if dynamic else None)
+    model(kjt(IDS)).values().sum().backward()
+    saved = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    for name in (path, f"{path}.{rank}"):
+        if name != path or rank == 0:
+            torch.save(saved, name)
+    torch.distributed.barrier()
+    before = {n: x.full_tensor() for n, x in model.state_dict().items() if hasattr(x, "placements")}
+    theirs, own = torch.load(path), torch.load(f"{path}.{rank}")
+    with pytest.raises(RuntimeError, match=r"rank whose rows the state_dict contains=0"):
+        model.load_state_dict(theirs["model"])
+    with pytest.raises(InvalidInputError, match=r"rank whose rows the state_dict contains=0"):
+        model.fused_optimizer.load_state_dict(theirs["optimizer"])
+    model(kjt(IDS)).values().sum().backward()
+    model.load_state_dict(own["model"])
+    model.fused_optimizer.load_state_dict(own["optimizer"])
+    after = model.state_dict()
+    assert all(torch.equal(x, after[n].full_tensor()) for n, x in before.items())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_state_that_only_rank_0_has_saved(dynamic: bool, tmp_path: Path) -> None:
+    run_world(2, _load_of_rank_0, str(tmp_path / "state.pt"), dynamic,
+              env={"OPER_DEADLINE_S": "20"})
 
 
 # ---- tracing, interrupts -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import may_copy_rows
+from oper.integration.checkpoint.on_demand import check_rank, may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
     chunks_of,
@@ -77,6 +77,8 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
             "rows together with their keys", "load all entries of the table"))
     with noting(errors):
         if not absent:
+            for key in entries:
+                check_rank(f"cannot load {key!r}", state_dict[key], tables.group.rank)
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
     errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:

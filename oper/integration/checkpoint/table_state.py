@@ -18,6 +18,7 @@ from oper.integration.checkpoint.on_demand import (
     TableRows,
     chunk_bytes_on_demand,
     gives_handles,
+    note_rank,
 )
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import Group
@@ -64,9 +65,11 @@ def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> An
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((num_rows, *local.shape[1:]))
-    return DTensor.from_local(
+    found = DTensor.from_local(
         local, _mesh(tables), [Shard(0)], run_check=False, shape=shape,
         stride=tuple(torch.empty(shape, device="meta").stride()))
+    note_rank(found, tables.group.rank)
+    return found
 
 
 def _mesh(tables: ShardedTables) -> Any:
