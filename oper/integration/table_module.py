@@ -43,10 +43,19 @@ class FixedEntries(dict[str, Any]):
             del self[name]
 
 
+class FixedParameters(FixedEntries):
+    """`FixedEntries` that do not allow other entries either, which no ``state_dict`` would save."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self:
+            _refuse_replacement(name, type(value).__name__)
+        super().__setitem__(name, value)
+
+
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
         "cannot replace a parameter or child of a sharded module", name, value,
-        "no replacement, since the plan has placed the table's rows",
+        "no replacement or other parameter, since the plan has placed the table's rows",
         "copy values into weight (weight.data.copy_(values), load_state_dict), or leave this "
         "module out of modules=")
 
@@ -65,7 +74,8 @@ class TableModule(nn.Module):
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         nn.Module.__init__(self)
         self._name = name
-        self._parameters = FixedEntries(weight=TableParameter(tables, name, trains))
+        self._parameters = FixedParameters(
+            weight=TableParameter(tables, name, trains))
         self.num_embeddings, self.embedding_dim = self.weight.shape
         skip_in_fully_shard(self)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -263,6 +264,15 @@ class TableParameter(TableTensor):
         if value and not self._post_accumulate_grad_hooks:
             super().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _refuse_gradient)
+
+    def detach(self) -> torch.Tensor:
+        """Return a view that autograd does not track; raises InvalidInputError in the constructor
+        of a parameter, which would refer to the same rows."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise InvalidInputError(f"cannot make a parameter of table {self._rows.name!r}",
+                                    "tensor", type(self).__name__, "a tensor of its own",
+                                    "pass a copy: weight.detach().clone()")
+        return super().detach()
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Raise InvalidInputError: the table's gradient never exists as a tensor."""

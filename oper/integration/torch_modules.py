@@ -49,8 +49,7 @@ class _ShardedModule(TableModule):
     def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
                  ) -> None:
         super().__init__(tables, name, module.weight.requires_grad)
-        padding = module.padding_idx  # torch takes a negative one as well
-        self.padding_idx = None if padding is None else padding % module.num_embeddings
+        self.padding_idx = module.padding_idx
         self.max_norm: float | None = None
         self.norm_type = module.norm_type
         self.scale_grad_by_freq, self.sparse = False, module.sparse
@@ -67,6 +66,13 @@ class _ShardedModule(TableModule):
             raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
                                     f"{self.mode!r}, the pooling that it was sharded with",
                                     "set the mode before sharding")
+        if name == "padding_idx" and value is not None:
+            rows = self.num_embeddings
+            if not -rows <= value < rows:
+                raise InvalidInputError(f"cannot set the padding of table {self._name!r}", name,
+                                        value, f"-{rows} <= padding_idx < {rows}, or None",
+                                        "set padding_idx to a row of the table")
+            value %= rows  # torch counts negative numbers from the end, too
         super().__setattr__(name, value)
 
     @property

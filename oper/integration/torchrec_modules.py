@@ -49,6 +49,7 @@ from oper.integration.checkpoint.table_state import (
     check_steps,
     load_optimizer_entries,
     optimizer_entries,
+    refuse_state,
 )
 from oper.integration.prefetch import PrefetchQueue
 from oper.integration.table_module import (
@@ -230,7 +231,9 @@ class _FusedOptimizer(FusedOptimizer):
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        """Ignore the empty state that the base class assigns at construction."""
+        """Ignore the state that the base class assigns at construction; later, refuse others."""
+        if "params" in self.__dict__:  # which it assigns next
+            refuse_state(", ".join([*self._weights][:8]))
 
     def _show(self, table: str) -> Entries:
         if self._loading is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torchrec.fx import Tracer
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -73,6 +73,15 @@ def test_assignments_to_data_that_change_nothing() -> None:
         with pytest.raises(InvalidInputError, match=r"cannot change the shape|data of a view"):
             write(sharded.weight)
     assert torch.equal(sharded.weight, plain.weight)
+
+
+def test_a_parameter_is_made_of_a_copy() -> None:
+    sharded = shard(bag())
+    for make in (nn.Parameter, nn.Embedding.from_pretrained):
+        with pytest.raises(InvalidInputError, match=r"cannot make a parameter.*clone\(\)"):
+            make(sharded.weight)
+    copied = nn.Embedding.from_pretrained(sharded.weight.detach().clone())
+    assert torch.equal(copied.weight, sharded.weight)
 
 
 def test_parameters_of_a_collections_tables() -> None:
@@ -184,14 +193,39 @@ def test_memory_shared_with_a_buffer_or_in_part() -> None:
     assert torch.equal(rows(shard(both)[1]), values[10:])
 
 
-def test_a_negative_padding_index() -> None:
+@pytest.mark.parametrize("after", [False, True])
+def test_a_negative_padding_index(after: bool) -> None:
+    """Torch counts it from the end at each lookup."""
     module = nn.Embedding(10, 4)
-    module.padding_idx = -1  # torch counts it from the end at each lookup
+    if not after:
+        module.padding_idx = -1
     sharded = shard(module)
+    sharded.padding_idx = -1
+    with pytest.raises(InvalidInputError, match="padding_idx=10"):
+        sharded.padding_idx = 10
     before = rows(sharded)
     sharded(torch.tensor([9, 3])).sum().backward()
     assert torch.equal(rows(sharded)[9], before[9])
     assert torch.equal(rows(sharded)[3], before[3] - LR)
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: prune.l1_unstructured(m, "weight", 0.5), nn.utils.spectral_norm,
+    nn.utils.weight_norm, nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1)))])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_reparametrizations_are_refused_before_they_change_anything(
+        change: Callable[[nn.Module], Any]) -> None:
+    model, other = shard(bag()), shard(bag())
+    attributes = {*vars(model)}
+    with pytest.raises(InvalidInputError, match=r"cannot (replace|access|make)"):
+        change(model)
+    assert {*vars(model)} == attributes
+    assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == ["weight"]
+    for module in (model, other):
+        module(IDS[None]).sum().backward()
+    assert torch.equal(rows(model), rows(other))
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -219,6 +253,16 @@ def test_parameter_groups_can_be_replaced() -> None:
     optimizer.param_groups = [g | {"lr": 2 * LR} for g in optimizer.param_groups]
     model(kjt(IDS)).values().sum().backward()
     assert torch.equal(rows(model.embedding_bags["a"])[1], before[1] - 2 * LR)
+
+
+@pytest.mark.parametrize("change", [
+    lambda o: setattr(o, "state", {}), lambda o: o.state.clear(), lambda o: o.state.popitem(),
+    lambda o: o.state.update({key: {} for key in o.state})])
+def test_optimizer_states_cannot_be_removed(change: Callable[[Any], Any]) -> None:
+    optimizer = shard(collection(), optimizer=oper.Adam(lr=LR)).fused_optimizer
+    with pytest.raises(InvalidInputError, match="cannot replace the optimizer state"):
+        change(optimizer)
+    assert len(optimizer.state) == 2
 
 
 def _other(state: Any, key: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -327,6 +327,14 @@ class Entries(dict[str, torch.Tensor]):
     support weak references."""
 
 
+def refuse_state(table: str) -> NoReturn:
+    """Raise InvalidInputError: the optimizer state of a table cannot be replaced or removed."""
+    raise InvalidInputError(
+        "cannot replace the optimizer state of a table", "table", table,
+        "a parameter that is not a table", "call load_state_dict of the optimizer, with zeros to "
+        "begin again")
+
+
 class States(MutableMapping[torch.Tensor, Any]):
     """Mapping from parameters to their optimizer states; those of tables are read when needed.
 
@@ -349,14 +357,16 @@ class States(MutableMapping[torch.Tensor, Any]):
         return self._others[parameter]
 
     def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
-        if parameter in self._of:
-            raise InvalidInputError(
-                "cannot replace the optimizer state of a table", "table", self._of[parameter],
-                "a parameter that is not a table", "call load_state_dict of the optimizer")
+        self._check(parameter)
         self._others[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._check(parameter)
         del self._others[parameter]
+
+    def _check(self, parameter: torch.Tensor) -> None:
+        if parameter in self._of:
+            refuse_state(self._of[parameter])
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._of or parameter in self._others
