@@ -47,7 +47,7 @@ class FixedParameters(FixedEntries):
     """`FixedEntries` that do not allow other entries either, which no ``state_dict`` would save."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self:
+        if name not in self and not isinstance(value, TableParameter):  # as copy.deepcopy adds
             _refuse_replacement(name, type(value).__name__)
         super().__setitem__(name, value)
 
@@ -123,6 +123,9 @@ class TableModule(nn.Module):
                               local_metadata: Mapping[str, Any], strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                 error_msgs)
         names = {"weight": self._name}
         if local_metadata.get("assign_to_params_buffers"):
             warn_of_conversions(self.weight.tables, state_dict, prefix, names)

@@ -137,6 +137,8 @@ def _own_behaviour(target: Target) -> str:
     for method in ("forward", "__call__"):
         if getattr(type(module), method) is not getattr(kind, method):
             return f"{type(module).__name__} overrides {method}"
+    if "forward" in vars(module):  # as some libraries set it, in place of a hook
+        return f"this {type(module).__name__} has a forward of its own"
     if not target.is_collection and [n for n, _ in module.named_parameters()] != ["weight"]:
         return f"{type(module).__name__} has parameters besides weight, or computes weight"
     if not target.is_collection and (module._buffers or module._modules):
@@ -157,7 +159,8 @@ def _own_tables(collection: nn.Module, names: Sequence[str]) -> str:
     for path, table in collection.named_modules():
         if isinstance(table, nn.Embedding | nn.EmbeddingBag):
             kind = nn.EmbeddingBag if isinstance(table, nn.EmbeddingBag) else nn.Embedding
-            if type(table).forward is not kind.forward or type(table).__call__ is not kind.__call__:
+            if (type(table).forward is not kind.forward or "forward" in vars(table)
+                    or type(table).__call__ is not kind.__call__):
                 return f"its table {path} is a {type(table).__name__} that overrides forward"
             if [*table._parameters] != ["weight"] or table._buffers or table._modules:
                 return f"its table {path} has more than a weight, or computes weight"
@@ -186,13 +189,27 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
           "_load_state_dict_post_hooks")
 
 
+#: Attributes of a parameter that `apply_optimizer_in_backward` sets.
+_TAGS = ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers", "_acc_grad")
+
+
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a sharded module the hooks and the training mode of the module that it replaces."""
+    """Give a sharded module the hooks, the training mode, and the parameters' attributes (such as
+    marks of optimizer groups) of the module that it replaces."""
+    from torch.nn.modules.module import _WrappedHook
+
     for name in _HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
+    before: Any = new._load_state_dict_pre_hooks
+    for number, hook in before.items():
+        if getattr(hook, "with_module", False):  # it refers to the old module
+            before[number] = _WrappedHook(hook.hook, new)
     for child in new.modules():
         child.training = old.training
+    for name, parameter in old.named_parameters():
+        own = vars(new.get_parameter(name))
+        own.update({k: x for k, x in vars(parameter).items() if k not in own and k not in _TAGS})
 
 
 def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
@@ -251,10 +268,12 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
         own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
                for p, parameter in target.module.named_parameters()}
         for table, parameter in own.items():
-            if parameter._backward_hooks:
+            hooks = [*(parameter._backward_hooks or ()),
+                     *(parameter._post_accumulate_grad_hooks or ())]
+            if hooks:
                 raise InvalidInputError(
                     f"cannot shard table {table!r} for training", "hooks on its gradient",
-                    len(parameter._backward_hooks),
+                    len(hooks),
                     "0, since a sharded table's gradient never exists as a tensor",
                     "remove them, or clip with the optimizer's max_gradient or max_row_norm")
             tagged = None

@@ -2,6 +2,8 @@
 model's results, or an error that changes nothing."""
 
 import copy
+import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,10 @@ def test_parameters_of_a_collections_tables() -> None:
 
 
 def test_gradients_are_not_left_to_another_optimizer() -> None:
+    stepped = bag()
+    stepped.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(InvalidInputError, match="hooks on its gradient=1"):
+        shard(stepped)
     for tag in (apply_optimizer_in_backward, _apply_optimizer_in_backward):
         model = shard(collection())
         with pytest.raises(InvalidInputError, match=r"a call before oper\.shard"):
@@ -156,7 +162,13 @@ def _without(model: Any) -> None:
     model.embedding_bags["c"] = nn.EmbeddingBag(10, 4, mode="sum", include_last_offset=True)
 
 
+def _instance(model: Any) -> None:
+    table = model.embedding_bags["a"]
+    table.forward = functools.partial(nn.EmbeddingBag.forward, table)
+
+
 @pytest.mark.parametrize("change, reason", [(_parametrized, "computes weight"),
+                                            (_instance, "overrides forward"),
                                             (_overriding, "overrides forward"),
                                             (_without, r"its tables are \['a', 'c'\]")])
 def test_collections_with_tables_that_do_more_stay_unsharded(
@@ -170,6 +182,36 @@ def test_collections_with_tables_that_do_more_stay_unsharded(
     assert type(model["changed"]) is type(collection())
     with pytest.raises(InvalidInputError, match=f"nothing to shard.*{reason}"), pytest.warns():
         oper.shard(nn.Sequential(model["changed"]), optimizer=oper.SGD(lr=LR))
+
+
+def test_a_module_whose_instance_has_a_forward_stays_unsharded() -> None:
+    model = nn.Sequential(bag())
+    model[0].forward = lambda ids: 2 * nn.EmbeddingBag.forward(model[0], ids)
+    before = model(IDS[None])
+    with pytest.raises(InvalidInputError, match="has a forward of its own"), pytest.warns():
+        oper.shard(model, optimizer=oper.SGD(lr=LR))
+    assert torch.equal(model(IDS[None]), before)
+
+
+@pytest.mark.parametrize("make", [bag, collection])
+def test_marks_of_parameters_and_hooks_of_load_state_dict_are_kept(make: Any) -> None:
+    module, seen = make(), []
+    for p in module.parameters():
+        p.no_weight_decay = p._mark = True
+    module.register_load_state_dict_pre_hook(lambda m, *_: seen.append(m))
+    module.register_load_state_dict_post_hook(lambda m, _: seen.append(m))
+    sharded = shard(module)
+    del module
+    gc.collect()
+    sharded.load_state_dict(sharded.state_dict())
+    assert seen == [sharded, sharded]
+    assert all(p.no_weight_decay and p._mark for p in sharded.parameters())
+    renamed = {f"old.{n}": x + 1 for n, x in sharded.state_dict().items()}
+    sharded.register_load_state_dict_pre_hook(lambda m, state, *_: [
+        state.update({n.removeprefix("old."): state.pop(n)}) for n in [*state]])
+    sharded.load_state_dict(renamed)
+    assert all(torch.equal(x, renamed[f"old.{n}"]) for n, x in sharded.state_dict().items())
+    assert len([*copy.deepcopy(sharded).parameters()]) == len(renamed)
 
 
 class Mirror(nn.Module):
