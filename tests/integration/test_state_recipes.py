@@ -4,6 +4,7 @@ model's results, or an error that changes nothing."""
 import copy
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,24 @@ def test_parameter_groups_can_be_replaced() -> None:
     optimizer.param_groups = [g | {"lr": 2 * LR} for g in optimizer.param_groups]
     model(kjt(IDS)).values().sum().backward()
     assert torch.equal(rows(model.embedding_bags["a"])[1], before[1] - 2 * LR)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_changes_of_a_tag_before_sharding(kind: Any) -> None:
+    """A schedule has changed the learning rate, and the first updates have made a state."""
+    model = collection()
+    apply_optimizer_in_backward(kind, model.parameters(), {"lr": 0.1})
+    if kind is torch.optim.Adam:
+        model(kjt(IDS)).values().sum().backward()
+    for p in model.parameters():
+        p._in_backward_optimizers[0].param_groups[0]["lr"] = 0.01
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded = oper.shard(model)
+    assert sharded.fused_optimizer.param_groups[0]["lr"] == 0.01
+    found = [w for w in caught if "begin with new optimizer states" in str(w.message)]
+    assert len(found) == 2 * (kind is torch.optim.Adam)
+    assert all(w.filename == __file__ for w in found)
 
 
 @pytest.mark.parametrize("change", [
