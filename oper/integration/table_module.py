@@ -44,10 +44,10 @@ class FixedEntries(dict[str, Any]):
 
 
 class FixedParameters(FixedEntries):
-    """`FixedEntries` that do not allow other entries either, which no ``state_dict`` would save."""
+    """The parameter ``weight``; others are refused, since ``state_dict`` would not save them."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self and not isinstance(value, TableParameter):  # as copy.deepcopy adds
+        if name != "weight":  # which copy.deepcopy adds
             _refuse_replacement(name, type(value).__name__)
         super().__setitem__(name, value)
 

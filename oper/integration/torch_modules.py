@@ -92,7 +92,8 @@ class _ShardedModule(TableModule):
                 any of it.
         """
         self.tables.barrier()  # peers may still be reading
-        errors = optimizer_errors(self.tables, self._name, "weight", state_dict)
+        state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+        errors = optimizer_errors(self.tables, {"weight": self._name}, state)
         if errors:
             raise InvalidInputError(
                 f"cannot load the optimizer state of table {self._name!r}", "errors", errors[:8],

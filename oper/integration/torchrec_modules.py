@@ -41,14 +41,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.on_demand import check_rank, rows_on_demand
+from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
     States,
     all_ranks,
-    check_steps,
     load_optimizer_entries,
     optimizer_entries,
+    optimizer_errors,
     refuse_state,
 )
 from oper.integration.prefetch import PrefetchQueue
@@ -251,18 +251,18 @@ class _FusedOptimizer(FusedOptimizer):
         """Load a `state_dict` saved under any plan and world size. Collective. If a rank cannot
         load it, all ranks raise an error and none loads it."""
         self._tables.barrier()  # peers may still be reading
+        # Checked on all ranks first, because reading the present state is collective.
+        state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+        found = state if isinstance(state, Mapping) else {}
+        mine = {t: found[p] for t, p in self._parameters_of.items() if p in found}
+        errors = optimizer_errors(self._tables, {t: self._names[t] for t in self._weights}, mine)
+        if errors:
+            _refuse_states(errors)
         loading: dict[str, Entries] = {}  # keeps entries alive until they are written to the tables
         self._loading = loading
         failed: Exception | None = None
         try:
-            for table, state in state_dict["state"].items():
-                for value in state.values():
-                    check_rank(f"cannot load the optimizer state of {table!r}", value,
-                               self._tables.group.rank)
             super().load_state_dict(state_dict)
-            for table, entries in loading.items():
-                check_steps(f"cannot load the optimizer state of table {table!r}",
-                            entries.get(f"{table}.step", 0))
         except Exception as error:
             failed = error
         finally:
@@ -271,9 +271,7 @@ class _FusedOptimizer(FusedOptimizer):
         if failed is not None:
             raise failed
         if errors:
-            raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
-                                    errors[:8], "none on any rank",
-                                    "pass the state_dict of a model with these tables on all ranks")
+            _refuse_states(errors)
         self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
@@ -292,6 +290,12 @@ class _FusedOptimizer(FusedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop gradients accumulated under `oper.no_sync`; no other gradients are stored."""
         self._tables.drop_gradients()
+
+
+def _refuse_states(errors: Sequence[str]) -> NoReturn:
+    raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
+                            errors[:8], "none on any rank",
+                            "pass the state_dict of a model with these tables on all ranks")
 
 
 def _forget_weights(groups: list[dict[str, Any]]) -> None:

@@ -246,12 +246,12 @@ def test_a_state_of_other_tables_is_refused() -> None:
     model = oper.shard(collection(), optimizer=oper.Adam(lr=0.1))
     state = model.fused_optimizer.state_dict()
     entry = state["state"]["embedding_bags.a.weight"]
-    with pytest.raises(ValueError, match="Different state size"):
+    with pytest.raises(ValueError, match=r"cannot load the state.*entries="):
         model.fused_optimizer.load_state_dict(
             {"state": state["state"] | {"embedding_bags.a.weight": {
                 "a.momentum1": entry["a.momentum1"]}}})
     del state["state"]["embedding_bags.a.weight"]
-    with pytest.raises(ValueError, match="parameter count"):
+    with pytest.raises(ValueError, match=r"cannot load the state.*entries=\[\]"):
         model.fused_optimizer.load_state_dict(state)
 
 

@@ -57,11 +57,13 @@ def _swap(rank: int, world_size: int) -> None:
     sharded.weight.data = torch.zeros(10, 4)
     assert not sharded.weight.any()
     assert kept is None or torch.equal(kept, before)
-    assert f"{sharded.weight.data[0, 0]:.2f} {sharded.weight.data[0, 0]}".startswith("0.00 ")
+    first = sharded.weight.data[0, 0]
+    assert f"{first:.2f} {first}".startswith("0.00 ")
 
 
-def test_kept_data_of_one_rank() -> None:
-    run_world(2, _swap, env={"OPER_DEADLINE_S": "20"})
+@pytest.mark.parametrize("labels", ["", "ab"])
+def test_kept_data_of_one_rank(labels: str) -> None:
+    run_world(2, _swap, env={"OPER_DEADLINE_S": "20"}, labels=labels)
 
 
 def test_assignments_to_data_that_change_nothing() -> None:
@@ -405,8 +407,9 @@ def _load_of_rank_0(rank: int, world_size: int, path: str, dynamic: bool) -> Non
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_state_that_only_rank_0_has_saved(dynamic: bool, tmp_path: Path) -> None:
-    run_world(2, _load_of_rank_0, str(tmp_path / "state.pt"), dynamic,
+@pytest.mark.parametrize("labels", ["", "ab"])
+def test_a_state_that_only_rank_0_has_saved(dynamic: bool, labels: str, tmp_path: Path) -> None:
+    run_world(2, _load_of_rank_0, str(tmp_path / "state.pt"), dynamic, labels=labels,
               env={"OPER_DEADLINE_S": "20"})
 
 

@@ -237,28 +237,36 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     return entries
 
 
-def optimizer_errors(tables: ShardedTables, name: str, label: str, state_dict: Any) -> list[str]:
-    """Return why `load_optimizer_entries` cannot load ``state_dict["state"][label]``; on all ranks
-    if any rank cannot. Collective."""
+def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: Any) -> list[str]:
+    """Return why `load_optimizer_entries` cannot load ``state``; on all ranks if any rank cannot.
+    Collective.
+
+    Args:
+        tables: the collection that holds the tables.
+        labels: the tables' names by the label of their entries.
+        state: by label, the entries; or another object, which a program has passed.
+    """
     errors: list[str] = []
-    what = f"cannot load the optimizer state of table {name!r}"
-    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    entries = state.get(label) if isinstance(state, Mapping) else None
-    kind = tables.specs[name].optimizer
-    parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
-    wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
-    found = entries if isinstance(entries, Mapping) else {}
-    if not isinstance(entries, Mapping) or found.keys() != wanted:
-        errors.append(fail(what, "entries", sorted(found, key=str),
-                           f"{sorted(wanted)}, those of {kind!r}, in ['state'][{label!r}]",
-                           "pass the state of a table that has this optimizer"))
-    else:
+    distributed_entries: list[str] = []
+    for label, name in labels.items():
+        what = f"cannot load the optimizer state of table {name!r}"
+        entries = state.get(label) if isinstance(state, Mapping) else None
+        found = entries if isinstance(entries, Mapping) else {}
+        kind = tables.specs[name].optimizer
+        parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
+        wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
+        if not isinstance(entries, Mapping) or found.keys() != wanted:
+            errors.append(fail(what, "entries", sorted(found, key=str),
+                               f"{sorted(wanted)}, those of {kind!r}",
+                               "pass the state of a table that has this optimizer"))
+            continue
         for key, part in parts.items():
             with noting(errors):
                 TableRows(tables, name, part).check(found[key])
         with noting(errors):
             check_steps(what, found.get(f"{label}.step", 0))
-    return errors_of_all(all_ranks(tables), not_plain(found, parts), errors)
+        distributed_entries += not_plain(found, parts)
+    return errors_of_all(all_ranks(tables), distributed_entries, errors)
 
 
 def check_steps(what: str, steps: Any) -> int:
