@@ -574,7 +574,10 @@ class ShardedEmbeddings(_ShardedCollection):
                    else features.lengths().view(len(keys), features.stride()).unbind())
         if isinstance(values, torch.Tensor):
             counts = features.length_per_key()
-            values = torch.split(values, [counts[k] for k in at])
+            # As in `by_feature`; a graph keeps no track of views.
+            split = (torch.split if torch.compiler.is_compiling()
+                     else torch.unsafe_split_with_sizes)
+            values = split(values, [counts[k] for k in at])
         if self._converts:
             values = [x.to(self.output_dtype) for x in values]
         ids = (torch.split(features.values(), features.length_per_key()) if self._need_indices

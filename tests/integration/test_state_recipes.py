@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import parametrize, prune
@@ -113,6 +114,25 @@ def test_gradients_are_not_left_to_another_optimizer() -> None:
         before = rows(model.embedding_bags["a"])
         model(kjt(IDS)).values().sum().backward()
         assert torch.equal(rows(model.embedding_bags["a"])[1], before[1] - LR)
+
+
+def sequences(names: str) -> Any:
+    torch.manual_seed(5)
+    return torchrec.EmbeddingCollection(tables=[
+        torchrec.EmbeddingConfig(name=n, num_embeddings=10, embedding_dim=4,
+                                 feature_names=[f"f_{n}"]) for n in names])
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_outputs_of_sequences_can_be_changed_in_place(names: str) -> None:
+    plain, sharded = sequences(names), shard(sequences(names))
+    features = kjt(IDS, tuple(f"f_{n}" for n in names))
+    for model in (plain, sharded):
+        outputs = model(features)
+        outputs["f_a"].values().mul_(2).add_(1)
+        sum(x.values().square().sum() for x in outputs.values()).backward()
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().clone(), theirs - LR * theirs.grad)
 
 
 # ---- tables that are not those of the configuration ----------------------------------------------
