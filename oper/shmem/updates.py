@@ -212,9 +212,9 @@ class TableUpdates(MeasuredTables):
                 batch.batch_size, batch.pooled, optimizers, self.gradient_scale,
                 known and known.addresses, known and known.order, updates + 2 * passed.accumulates,
                 shared and shared.bags, shared and shared.samples)
-        except KeyboardInterrupt as error:
-            # Signals do not interrupt the operator: Python raises this once it has returned, with
-            # the rows updated. The update must be counted.
+        except (KeyboardInterrupt, SystemExit, TimeoutError) as error:
+            # What handlers of signals raise. Signals do not interrupt the operator: Python calls
+            # the handler once it has returned, with the rows updated. The update must be counted.
             code, detail, interrupted = 0, 0, error
         if code:
             if code == Status.OTHER_SETTINGS:

@@ -468,10 +468,11 @@ def test_an_interrupt_on_entering_no_sync_holds_nothing_back(
     assert torch.equal(rows(model)[1], before[1] - LR)
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_an_update_that_is_interrupted_is_counted(monkeypatch: pytest.MonkeyPatch, moves: bool
-                                                  ) -> None:
-    """Python raises KeyboardInterrupt when the operator that updates the rows has returned."""
+@pytest.mark.parametrize("kind, moves", [(KeyboardInterrupt, False), (KeyboardInterrupt, True),
+                                         (SystemExit, False), (TimeoutError, False)])
+def test_an_update_that_is_interrupted_is_counted(
+        monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], moves: bool) -> None:
+    """Python handles a signal when the operator that updates the rows has returned."""
     model, other = (shard(bag(), optimizer=oper.Adam(lr=LR)) for _ in range(2))
     if moves:
         model.tables.start_migration(model.tables.plan, 64)
@@ -480,7 +481,7 @@ def test_an_update_that_is_interrupted_is_counted(monkeypatch: pytest.MonkeyPatc
     def interrupted(*args: Any) -> None:
         operator(*args)
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        raise kind
 
     for k in range(12):
         if k == 2:
@@ -488,7 +489,7 @@ def test_an_update_that_is_interrupted_is_counted(monkeypatch: pytest.MonkeyPatc
         for module in (model, other):
             try:
                 module(IDS[None] + k % 3).pow(2).sum().backward()
-            except KeyboardInterrupt:
+            except kind:
                 assert k == 2 and module is model
     assert model.tables.migration is None and model.tables.num_steps == 12
     assert torch.equal(rows(model), rows(other))
