@@ -403,6 +403,42 @@ def test_keys_without_rows() -> None:
     assert torch.equal(model(torch.tensor([[777]])), before)
 
 
+def _load_different(rank: int, world_size: int) -> None:
+    """Every rank loads the state of an unsharded model that it has initialised on its own."""
+    model = shard(bag(), optimizer=oper.Adam(lr=LR))
+    torch.manual_seed(rank)
+    values, moments = torch.randn(10, 4), torch.randn(10, 4).abs()
+    model.load_state_dict({"weight": values})
+    model.load_optimizer_state_dict({"state": {"weight": {
+        "weight.momentum1": moments, "weight.exp_avg_sq": moments,
+        "weight.step": torch.tensor(rank + 3.0)}}})
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, torch.randn(10, 4))
+    state = model.optimizer_state_dict()["state"]["weight"]
+    assert torch.equal(state["weight.momentum1"].full_tensor(), torch.randn(10, 4).abs())
+    assert state["weight.step"] == 3
+    model(IDS[None]).sum().backward()
+
+
+def test_of_states_that_differ_between_ranks_that_of_rank_0_is_loaded() -> None:
+    run_world(2, _load_different, env={"OPER_DEADLINE_S": "20"})
+
+
+def _load_different_keys(rank: int, world_size: int) -> None:
+    model, states = shard(bag(), dynamic=oper.DynamicTable()), []
+    for keys in ([5, 6, 7], [8, 9]):
+        model(torch.tensor([keys])).sum().backward()
+        states.append({n: getattr(x, "full_tensor", x.clone)()
+                       for n, x in model.state_dict().items()})
+    model.load_state_dict(states[rank])
+    for name, value in model.state_dict().items():
+        assert torch.equal(getattr(value, "full_tensor", value.clone)(), states[0][name])
+
+
+def test_of_keys_that_differ_between_ranks_those_of_rank_0_are_loaded() -> None:
+    run_world(2, _load_different_keys, env={"OPER_DEADLINE_S": "20"})
+
+
 def _load_of_rank_0(rank: int, world_size: int, path: str, dynamic: bool) -> None:
     """Rank 0 saves by ``torch.save``, as programs under DDP do, and all ranks load its file."""
     model = shard(collection(), optimizer=oper.Adam(lr=LR),

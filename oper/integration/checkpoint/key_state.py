@@ -21,6 +21,7 @@ from oper.integration.checkpoint.table_state import (
     distributed,
     not_plain,
     noting,
+    rank0_values,
     shard_range,
 )
 from oper.shmem.group.agreement import errors_of_all
@@ -83,13 +84,18 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:
         return
-    clock = 0 if errors else int(state_dict[f"{prefix}clock"])
+    values: dict[str, Any] = {}
+    clock = 0
+    if not errors:
+        values = {part: rank0_values(tables, state_dict[f"{prefix}{part}"])
+                  for part in keys.parts(name)}
+        clock = tables.group.all_gather(int(state_dict[f"{prefix}clock"]))[0]
     for checks in (True, False):  # check all records before writing any
         if errors:
             break
         with noting(errors):
             for part in keys.parts(name):
-                for first, some in _chunks(state_dict[f"{prefix}{part}"]):
+                for first, some in _chunks(values[part]):
                     keys.write(name, part, torch.arange(first, first + some.shape[0]), some, checks)
                     if not checks:
                         continue

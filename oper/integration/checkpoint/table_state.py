@@ -94,8 +94,8 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     Args:
         tables: the collection that holds the table.
         name: table name.
-        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of that shape,
-            or `TableRows`. `TableRows` of the same table are not copied.
+        value: a plain tensor of the global shape (if ranks disagree, rank 0's is written), a
+            ``DTensor`` of that shape, or `TableRows`. `TableRows` of the same table are not copied.
         part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
@@ -107,6 +107,7 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     mine.check(value)
     if isinstance(value, TableRows) and value.is_same(mine):
         return
+    value = rank0_values(tables, value)
     for begin, rows in chunks_of(value):
         mine.write(rows, begin)
 
@@ -288,7 +289,8 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
-        tables.set_table_steps(name, int(entries[f"{label}.step"]))
+        steps = tables.group.all_gather(int(entries[f"{label}.step"]))
+        tables.set_table_steps(name, steps[0])
 
 
 def optimizer_names(tables: ShardedTables) -> dict[str, dict[str, bool]]:
@@ -404,13 +406,15 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
         if weight.is_meta:
             _initialise(tables, name, init_fn, seed)
             continue
-        load_entry(tables, name, rank0_values(tables, weight))
+        load_entry(tables, name, weight)
     tables.flush_replicas()
 
 
-def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's `values` if ranks disagree, as in DDP, else `values`. Collective."""
-    if tables.group.world_size == 1 or tables.group.is_local:
+def rank0_values(tables: ShardedTables, values: Any) -> Any:
+    """Return rank 0's `values` if they are plain tensors and ranks disagree, as in DDP, else
+    `values`. Collective."""
+    if (tables.group.world_size == 1 or tables.group.is_local
+            or not isinstance(values, torch.Tensor) or hasattr(values, "full_tensor")):
         return values
     data = values.detach().contiguous().cpu()
     sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))
