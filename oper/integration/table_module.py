@@ -13,7 +13,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.key_state import key_entries, key_names, load_key_entries
-from oper.integration.checkpoint.table_state import load_tables, table_entry, warn_of_conversions
+from oper.integration.checkpoint.table_state import (
+    load_tables,
+    table_entry,
+    warn_of_conversions,
+    watched,
+)
 from oper.integration.table_tensor import TableParameter
 from oper.shmem.tables import ShardedTables
 
@@ -114,8 +119,9 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
                             ) -> None:
-        destination[f"{prefix}weight"] = self.weight if keep_vars else table_entry(
-            self.weight.tables, self._name)
+        key = f"{prefix}weight"
+        destination[key] = self.weight if keep_vars else watched(
+            table_entry(self.weight.tables, self._name), key)
         for part, value in key_entries(self.weight.tables, self._name).items():
             destination[f"{prefix}{part}"] = value
 

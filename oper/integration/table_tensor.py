@@ -274,6 +274,10 @@ class TableParameter(TableTensor):
                                     "pass a copy: weight.detach().clone()")
         return super().detach()
 
+    def detach_(self) -> TableParameter:
+        """Freeze the table, as ``detach_`` of a parameter does."""
+        return self.requires_grad_(False)
+
     def register_hook(self, hook: Any) -> NoReturn:
         """Raise InvalidInputError: the table's gradient never exists as a tensor."""
         raise InvalidInputError(

@@ -81,6 +81,51 @@ def test_assignments_to_data_that_change_nothing() -> None:
     assert torch.equal(sharded.weight, plain.weight)
 
 
+def test_a_teacher_whose_parameters_are_detached_does_not_train() -> None:
+    """The recipe of mean teachers: a copy that follows the student."""
+    student = shard(bag())
+    teacher, start = copy.deepcopy(student), rows(student)
+    for p in teacher.parameters():
+        p.detach_()
+    (student(IDS[None]).sum() + teacher(IDS[None]).sum()).backward()
+    assert torch.equal(teacher.weight, start) and not teacher.weight.requires_grad
+    for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+        ours.data.mul_(0.75).add_(theirs.data, alpha=0.25)
+    torch.testing.assert_close(rows(teacher), 0.75 * start + 0.25 * rows(student))
+
+
+def _written_state(rank: int, world_size: int) -> None:
+    """The recipe for averages that writes to the values of ``state_dict()``, and legitimate ones.
+    """
+    model = shard(bag())
+    average, before = copy.deepcopy(model), rows(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ours, theirs in zip(average.state_dict().values(), model.state_dict().values(),
+                                strict=True):
+            ours.copy_(0.75 * ours + 0.25 * theirs)
+        del ours, theirs
+    (found,) = [str(w.message) for w in caught]
+    assert "a value of state_dict() was changed in place: 'weight'" in found
+    assert torch.equal(average.weight, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = average.state_dict()
+        with torch.no_grad():
+            state["weight"].mul_(2)
+        average.load_state_dict(state)
+        del state
+    assert torch.equal(average.weight, 2 * before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_of_a_state_dict_that_are_written(world_size: int) -> None:
+    if world_size == 1:
+        _written_state(0, 1)
+    else:
+        run_world(2, _written_state, env={"OPER_DEADLINE_S": "20"})
+
+
 def test_a_parameter_is_made_of_a_copy() -> None:
     sharded = shard(bag())
     for make in (nn.Parameter, nn.Embedding.from_pretrained):

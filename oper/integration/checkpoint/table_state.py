@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -86,6 +87,37 @@ def _mesh(tables: ShardedTables) -> Any:
     return mesh
 
 
+#: By id, the values of ``state_dict()`` that are in use, see `watched`.
+_WATCHED: dict[int, weakref.finalize[Any, Any]] = {}
+
+
+def watched(value: Any, key: str) -> Any:
+    """Return a value of ``state_dict()``; warns when a program drops it that has changed it in
+    place, unless `load_entry` has written it to a table.
+
+    In-place changes reach an unsharded module, on which some programs rely: exponential moving
+    averages, and loading by ``torch.distributed.checkpoint`` without ``load_state_dict``.
+    """
+    given = [value, getattr(value, "_local_tensor", value)]  # the latter of a DTensor
+    if all(isinstance(x, torch.Tensor) and not x.is_inference() for x in given):
+        aliases = [x.detach() for x in given]  # with the version counters of `given`
+        found = weakref.finalize(value, _check_unchanged, id(value), aliases,
+                                 [x._version for x in aliases], key)
+        found.atexit = False
+        _WATCHED[id(value)] = found
+    return value
+
+
+def _check_unchanged(number: int, aliases: list[torch.Tensor], versions: list[int], key: str
+                     ) -> None:
+    _WATCHED.pop(number, None)
+    if [x._version for x in aliases] != versions:
+        warnings.warn(
+            f"a value of state_dict() was changed in place: {key!r}; it is a copy of a sharded "
+            "table, which has not changed: write to the parameter, or call load_state_dict with "
+            "the value", stacklevel=3)
+
+
 def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
     """Write a ``state_dict`` value to a table; call ``tables.flush_replicas()`` after the last one.
 
@@ -105,6 +137,8 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     if isinstance(value, TableRows) and value.source is not None:
         value = value.source
     mine.check(value)
+    if id(value) in _WATCHED:
+        _WATCHED.pop(id(value)).detach()
     if isinstance(value, TableRows) and value.is_same(mine):
         return
     value = rank0_values(tables, value)
