@@ -371,8 +371,12 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
     def plain(x: Any) -> Any:
         return plain_of[id(x)] if isinstance(x, TableTensor) else x
 
+    received = _received(func, args) if func.namespace == "c10d" else []
     layouts = {key: (x.shape, x.stride()) for key, x in plain_of.items()}
     out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    if received:
+        out[-1].wait()
+        changed = received
     for x in changed:
         after = plain_of[id(x)]
         if (after.shape, after.stride()) != layouts[id(x)]:  # by resize_, t_, ...
@@ -387,6 +391,18 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
             _note_reader(x)
     same = {id(plain_of[id(x)]): x for x in changed}
     return tree_map(lambda x: same.get(id(x), x), out)
+
+
+def _received(func: Any, args: tuple[Any, ...]) -> list[TableTensor]:
+    """Return the tables that a collective of ``torch.distributed`` will write, which its schema
+    does not name; raises InvalidInputError if not all ranks would write the same."""
+    name = func._schema.name.removeprefix("c10d::")
+    tables = [x for x in tree_leaves(args[0]) if isinstance(x, TableTensor)]
+    if tables and name not in ("allreduce_", "allreduce_coalesced_", "broadcast_", "send"):
+        raise InvalidInputError(f"cannot receive into table {tables[0]._rows.name!r}",
+                                "collective", name, "all_reduce or broadcast, on all ranks",
+                                "receive into a tensor of its own, and copy it on all ranks")
+    return [] if name == "send" else tables
 
 
 def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:

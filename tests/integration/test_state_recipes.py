@@ -126,6 +126,32 @@ def test_values_of_a_state_dict_that_are_written(world_size: int) -> None:
         run_world(2, _written_state, env={"OPER_DEADLINE_S": "20"})
 
 
+def _averaged(rank: int, world_size: int) -> None:
+    """The recipe for averaging parameters over processes, which all hold the same tables."""
+    import torch.distributed as dist
+
+    model = shard(nn.Sequential(bag(), nn.Linear(4, 1)))
+    torch.nn.init.constant_(model[1].weight, float(rank))
+    before = rows(model[0])
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= world_size
+        dist.broadcast(p.data, 0)
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[1].weight, torch.full((1, 4), 0.5))
+    gathered = [torch.empty(10, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, model[0].weight.data)
+    assert torch.equal(gathered[1 - rank], before)
+    with pytest.raises(InvalidInputError, match=r"cannot receive into table '0'.*reduce_"):
+        dist.reduce(model[0].weight.data, 0)
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("labels", ["", "ab"])
+def test_parameters_are_averaged_over_processes(labels: str) -> None:
+    run_world(2, _averaged, env={"OPER_DEADLINE_S": "20"}, labels=labels)
+
+
 def test_a_parameter_is_made_of_a_copy() -> None:
     sharded = shard(bag())
     for make in (nn.Parameter, nn.Embedding.from_pretrained):
