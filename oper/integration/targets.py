@@ -278,7 +278,7 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
                     "remove them, or clip with the optimizer's max_gradient or max_row_norm")
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
-                from oper.integration.tags import tagged_optimizer
+                from oper.integration.optim.tags import tagged_optimizer
 
                 tagged = tagged_optimizer(parameter)
             chosen = tagged or default

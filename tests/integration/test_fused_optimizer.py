@@ -13,8 +13,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import oper
 from oper.errors import InvalidInputError, OperError
+from oper.integration.optim.tags import tagged_optimizer
 from oper.integration.table_tensor import TableTensor
-from oper.integration.tags import tagged_optimizer
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import uniform_plan
 from tests.integration.module_support import KJT, LR, bag, collection, kjt, rows, shard
