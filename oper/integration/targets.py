@@ -153,7 +153,8 @@ def _own_tables(collection: nn.Module, names: Sequence[str]) -> str:
     its tables are the plain modules that TorchRec creates for tables of these `names`."""
     from torch import nn
 
-    held = {parameter.split(".")[1] for parameter, _ in collection.named_parameters()}
+    held = {parameter.split(".")[1]
+            for parameter, _ in collection.named_parameters(remove_duplicate=False)}
     if held != {*names}:
         return f"its tables are {sorted(held)[:8]} instead of {sorted(names)[:8]}"
     for path, table in collection.named_modules():

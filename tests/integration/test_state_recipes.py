@@ -308,6 +308,13 @@ def test_marks_of_parameters_and_hooks_of_load_state_dict_are_kept(make: Any) ->
     assert len([*copy.deepcopy(sharded).parameters()]) == len(renamed)
 
 
+def test_tied_tables_of_a_collection_are_named() -> None:
+    model = collection()
+    model.embedding_bags["b"].weight = model.embedding_bags["a"].weight
+    with pytest.raises(InvalidInputError, match=r"shared between modules.*a\.weight.*b\.weight"):
+        shard(model)
+
+
 class Listed(nn.Module):
     """Keeps its embeddings in a list of its own, besides registering them."""
 
