@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -12,7 +13,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.key_state import key_entries, key_names, load_key_entries
-from oper.integration.checkpoint.table_state import load_tables, table_entry, warn_of_conversions
+from oper.integration.checkpoint.table_state import (
+    load_tables,
+    table_entry,
+    warn_of_conversions,
+    watched,
+)
 from oper.integration.table_tensor import TableParameter
 from oper.shmem.tables import ShardedTables
 
@@ -42,10 +48,19 @@ class FixedEntries(dict[str, Any]):
             del self[name]
 
 
+class FixedParameters(FixedEntries):
+    """The parameter ``weight``; others are refused, since ``state_dict`` would not save them."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name != "weight":  # which copy.deepcopy adds
+            _refuse_replacement(name, type(value).__name__)
+        super().__setitem__(name, value)
+
+
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
         "cannot replace a parameter or child of a sharded module", name, value,
-        "no replacement, since the plan has placed the table's rows",
+        "no replacement or other parameter, since the plan has placed the table's rows",
         "copy values into weight (weight.data.copy_(values), load_state_dict), or leave this "
         "module out of modules=")
 
@@ -64,7 +79,8 @@ class TableModule(nn.Module):
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         nn.Module.__init__(self)
         self._name = name
-        self._parameters = FixedEntries(weight=TableParameter(tables, name, trains))
+        self._parameters = FixedParameters(
+            weight=TableParameter(tables, name, trains))
         self.num_embeddings, self.embedding_dim = self.weight.shape
         skip_in_fully_shard(self)
 
@@ -103,8 +119,9 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool
                             ) -> None:
-        destination[f"{prefix}weight"] = self.weight if keep_vars else table_entry(
-            self.weight.tables, self._name)
+        key = f"{prefix}weight"
+        destination[key] = self.weight if keep_vars else watched(
+            table_entry(self.weight.tables, self._name), key)
         for part, value in key_entries(self.weight.tables, self._name).items():
             destination[f"{prefix}{part}"] = value
 
@@ -112,6 +129,9 @@ class TableModule(nn.Module):
                               local_metadata: Mapping[str, Any], strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str],
                               error_msgs: list[str]) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                 error_msgs)
         names = {"weight": self._name}
         if local_metadata.get("assign_to_params_buffers"):
             warn_of_conversions(self.weight.tables, state_dict, prefix, names)
@@ -125,15 +145,39 @@ class TableModule(nn.Module):
                     prefix, names, missing_keys, unexpected_keys, error_msgs)
 
 
-class TableBag(TableModule, nn.EmbeddingBag):
-    """A table of a pooled collection; lookups go through the collection."""
+class _TableOfCollection(TableModule):
+    """A table of a collection, with the options of the unsharded collection's tables. They cannot
+    be changed, since lookups go through the collection."""
+
+    _options: ClassVar[Mapping[str, Any]] = {"padding_idx": None, "max_norm": None,
+                                             "scale_grad_by_freq": False}
 
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         super().__init__(tables, name, trains)
-        self.mode = tables.specs[name].pooling
+        self.norm_type, self.sparse = 2.0, False
+        self.__dict__.update(self._options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._options and value != self.__dict__[name]:
+            raise InvalidInputError(
+                f"cannot change table {self._name!r} of a sharded collection", name, value,
+                f"{self.__dict__[name]!r}, with which it was sharded",
+                "leave the option as it is, or leave the module out of modules=")
+        super().__setattr__(name, value)
 
 
-class TableEmbedding(TableModule, nn.Embedding):
+class TableBag(_TableOfCollection, nn.EmbeddingBag):
+    """A table of a pooled collection; lookups go through the collection."""
+
+    _options: ClassVar[Mapping[str, Any]] = {
+        **_TableOfCollection._options, "mode": "", "include_last_offset": True}
+
+    def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
+        super().__init__(tables, name, trains)
+        self.__dict__["mode"] = tables.specs[name].pooling
+
+
+class TableEmbedding(_TableOfCollection, nn.Embedding):
     """A table of an unpooled collection; lookups go through the collection."""
 
 
@@ -144,23 +188,26 @@ class TableModules(nn.ModuleDict):
         super().__init__(modules)
         self._modules = FixedEntries(self._modules)
 
-    def requires_grad_(self, requires_grad: bool = True) -> TableModules:
-        """Freeze or unfreeze all tables, although `named_parameters` is empty."""
-        for module in self.values():
-            module.requires_grad_(requires_grad)
-        return self
-
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing, so that TorchRec's sharders find no tables to shard here.
+        """Yield the tables' parameters, but none to TorchRec's sharders, which call this method to
+        find tables to shard."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torchrec.distributed."):
+            return iter(())
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
-        The ``named_parameters`` of the collection and of the model yield all tables.
-        """
-        return iter(())
 
+def refuse_lookup(tables: Any, error: Exception, given: Any = None) -> None:
+    """Make all ranks skip a forward pass that raises `error` before its lookup of `given`.
 
-def refuse_lookup(tables: Any, error: Exception) -> None:
-    """Make all ranks skip a forward pass that raises `error` before its lookup."""
+    Raises:
+        OperError: `given` is a placeholder of ``torch.fx``, on which nothing can be looked up.
+    """
+    if isinstance(given, torch.fx.Proxy):
+        raise OperError("sharded tables cannot be traced", "input", given,
+                        "values, which torch.fx.symbolic_trace does not have",
+                        "trace with torchrec.fx.Tracer(leaf_modules=[names of their classes]), or "
+                        "use torch.compile") from error
     if isinstance(tables, ShardedTables):  # else read-only: lookups are not collective
         tables.refuse_lookup(error)
 

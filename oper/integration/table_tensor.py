@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -49,12 +51,12 @@ class TableTensor(torch.Tensor):
     # Only `__torch_dispatch__` intercepts operations, after torch has decomposed them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _rows: TableRows
+    _rows: TableRows | _KeptRows
     _path: tuple[_Step, ...]
     _shape: torch.Tensor  # on the meta device
 
     @staticmethod
-    def __new__(cls, rows: TableRows, shape: torch.Tensor, path: tuple[_Step, ...] = (),
+    def __new__(cls, rows: TableRows | _KeptRows, shape: torch.Tensor, path: tuple[_Step, ...] = (),
                 requires_grad: bool = False) -> TableTensor:
         with torch.inference_mode(False):  # inference tensors have no version counter
             new: TableTensor = torch.Tensor._make_wrapper_subclass(
@@ -76,11 +78,17 @@ class TableTensor(torch.Tensor):
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes = func(self._shape, *args, **kwargs)
         if func is _aten.detach.default or func is _aten.alias.default:
-            return TableTensor(self._rows, shapes, self._path)
+            return self._view(shapes, self._path)
         if isinstance(shapes, torch.Tensor):
-            return TableTensor(self._rows, shapes, (*self._path, (func, args, kwargs, None)))
-        return [TableTensor(self._rows, s, (*self._path, (func, args, kwargs, k)))
+            return self._view(shapes, (*self._path, (func, args, kwargs, None)))
+        return [self._view(s, (*self._path, (func, args, kwargs, k)))
                 for k, s in enumerate(shapes)]
+
+    def _view(self, shape: torch.Tensor, path: tuple[_Step, ...]) -> TableTensor:
+        new = TableTensor(self._rows, shape, path)
+        if self._rows.views is not None:
+            self._rows.views[id(new)] = new
+        return new
 
     def _window(self) -> tuple[int, int]:
         """Return rows `[begin, end)` of the table that contain all elements of this view."""
@@ -121,14 +129,37 @@ class TableTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value is self:
-            return
+        if value is self or (isinstance(value, TableTensor) and value._rows is self._rows
+                             and value._path == self._path):
+            return  # as in ``weight.data += 1``, which has already written the rows
+        if not isinstance(self, TableParameter):
+            raise InvalidInputError(f"cannot set the data of a view of table {self._rows.name!r}",
+                                    "shape of the view", tuple(self.shape), "the whole weight",
+                                    "copy values into the view: view.copy_(values)")
         if tuple(value.shape) != tuple(self.shape) or value.dtype != self.dtype:
             raise InvalidInputError(f"cannot set the data of table {self._rows.name!r}",
                                     "shape, dtype", (tuple(value.shape), value.dtype),
                                     f"{tuple(self.shape)}, {self.dtype}",
                                     "change shape or dtype before the model is sharded")
-        self.detach().copy_(value)
+        values = value.detach().clone() if isinstance(value, TableTensor) else value
+        self._keep_views()
+        self.detach().copy_(values)
+
+    def _keep_views(self) -> None:
+        """Let existing views of the table keep its current values. Collective.
+
+        Assigning to ``data`` gives an ordinary tensor other memory, which earlier views do not
+        refer to. Programs rely on it: ``kept = weight.data; weight.data = average; ...;
+        weight.data = kept``.
+        """
+        rows = self._rows
+        assert rows.views is not None
+        views = [*rows.views.values()]
+        if any(rows.tables.all_gather(bool(views))):  # reading may be collective
+            kept = _KeptRows(rows)
+            for view in views:
+                view._rows = kept
+            rows.views.clear()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Return a read-only copy; read-only since writing to a copy would not change the rows."""
@@ -162,6 +193,9 @@ class TableTensor(torch.Tensor):
     def tolist(self) -> list[Any]:
         """Return the values as nested lists, as ``torch.Tensor.tolist`` does."""
         return self.detach().clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec and self.dim() == 0 else repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = (f"{type(self).__name__}(table={self._rows.name!r}, shape={tuple(self.shape)}, "
@@ -197,11 +231,13 @@ class TableParameter(TableTensor):
         new = TableTensor.__new__(cls, rows, shape)
         assert isinstance(new, TableParameter)
         if tables.optimizers is not None:
-            new._in_backward_optimizers = []  # set by torch's apply_optimizer_in_backward, too
+            # Set by torch's apply_optimizer_in_backward, too.
+            new._in_backward_optimizers = _NoOptimizers()
             new.requires_grad = requires_grad
             # All views share one version counter; this view does not keep the tables alive.
             rows.version = new.detach()
             del rows.version._rows
+        rows.views = weakref.WeakValueDictionary()
         return new
 
     @property
@@ -228,6 +264,19 @@ class TableParameter(TableTensor):
         if value and not self._post_accumulate_grad_hooks:
             super().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _refuse_gradient)
+
+    def detach(self) -> torch.Tensor:
+        """Return a view that autograd does not track; raises InvalidInputError in the constructor
+        of a parameter, which would refer to the same rows."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise InvalidInputError(f"cannot make a parameter of table {self._rows.name!r}",
+                                    "tensor", type(self).__name__, "a tensor of its own",
+                                    "pass a copy: weight.detach().clone()")
+        return super().detach()
+
+    def detach_(self) -> TableParameter:
+        """Freeze the table, as ``detach_`` of a parameter does."""
+        return self.requires_grad_(False)
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Raise InvalidInputError: the table's gradient never exists as a tensor."""
@@ -259,6 +308,40 @@ class TableParameter(TableTensor):
         return found
 
 
+class _NoOptimizers(list[Any]):
+    """The in-backward optimizers of a table, which torch lists: none, and none can be added."""
+
+    def append(self, optimizer: Any) -> NoReturn:
+        raise InvalidInputError("cannot choose the optimizer of a sharded table",
+                                "apply_optimizer_in_backward", type(optimizer).__name__,
+                                "a call before oper.shard",
+                                "tag the table before sharding, or pass optimizer= to oper.shard")
+
+
+class _KeptRows:
+    """Rows that a table had when its ``data`` was assigned, for views made before.
+
+    Attributes: see `TableRows`.
+    """
+
+    version = views = None
+
+    def __init__(self, rows: TableRows | _KeptRows) -> None:
+        self.tables: ShardedTables = rows.tables
+        self.name: str = rows.name
+        self.shape: torch.Size = rows.shape
+        self.dtype: torch.dtype = rows.dtype
+        self._values = rows.read(0, self.shape[0])
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return a copy of rows `[begin, end)`."""
+        return self._values[begin:end].clone()
+
+    def write(self, values: torch.Tensor, begin: int) -> None:
+        """Write `values` to rows from `begin`."""
+        self._values[begin:begin + values.shape[0]] = values
+
+
 def _refuse_gradient(parameter: TableParameter) -> NoReturn:
     parameter.grad = None
     raise InvalidInputError(
@@ -277,10 +360,10 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
         given[0]._refuse_storage()
     if written and torch.is_grad_enabled():
         _refuse_tracked(given[0], [x for x in leaves if isinstance(x, torch.Tensor)])
-    copies: dict[tuple[int, str], _Copy] = {}
+    copies: dict[int, _Copy] = {}
     for x in given:
-        copies.setdefault((id(x._rows.tables), x._rows.name), _Copy(x._rows)).take(x)
-    plain_of = {id(x): copies[id(x._rows.tables), x._rows.name].view_of(x) for x in given}
+        copies.setdefault(id(x._rows), _Copy(x._rows)).take(x)
+    plain_of = {id(x): copies[id(x._rows)].view_of(x) for x in given}
     names = [a.name for a in func._schema.arguments]
     changed = [x for name, value in (*zip(names, args, strict=False), *kwargs.items())
                if name in written for x in tree_leaves(value) if isinstance(x, TableTensor)]
@@ -288,20 +371,38 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
     def plain(x: Any) -> Any:
         return plain_of[id(x)] if isinstance(x, TableTensor) else x
 
+    received = _received(func, args) if func.namespace == "c10d" else []
+    layouts = {key: (x.shape, x.stride()) for key, x in plain_of.items()}
     out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    if received:
+        out[-1].wait()
+        changed = received
     for x in changed:
-        if plain_of[id(x)].shape != x.shape:
-            raise InvalidInputError(f"cannot change the shape of table {x._rows.name!r}", "shape",
-                                    tuple(plain_of[id(x)].shape), f"{tuple(x.shape)}",
+        after = plain_of[id(x)]
+        if (after.shape, after.stride()) != layouts[id(x)]:  # by resize_, t_, ...
+            raise InvalidInputError(f"cannot change the shape of table {x._rows.name!r}",
+                                    "shape, stride", (tuple(after.shape), after.stride()),
+                                    f"{tuple(x.shape)}, {x.stride()}",
                                     "change the shape before the model is sharded")
-    for copied in {id(c): c for c in (
-            copies[id(x._rows.tables), x._rows.name] for x in changed)}.values():
+    for copied in {id(c): c for c in (copies[id(x._rows)] for x in changed)}.values():
         copied.write_back()
     if torch.is_grad_enabled():
         for x in given:
             _note_reader(x)
     same = {id(plain_of[id(x)]): x for x in changed}
     return tree_map(lambda x: same.get(id(x), x), out)
+
+
+def _received(func: Any, args: tuple[Any, ...]) -> list[TableTensor]:
+    """Return the tables that a collective of ``torch.distributed`` will write, which its schema
+    does not name; raises InvalidInputError if not all ranks would write the same."""
+    name = func._schema.name.removeprefix("c10d::")
+    tables = [x for x in tree_leaves(args[0]) if isinstance(x, TableTensor)]
+    if tables and name not in ("allreduce_", "allreduce_coalesced_", "broadcast_", "send"):
+        raise InvalidInputError(f"cannot receive into table {tables[0]._rows.name!r}",
+                                "collective", name, "all_reduce or broadcast, on all ranks",
+                                "receive into a tensor of its own, and copy it on all ranks")
+    return [] if name == "send" else tables
 
 
 def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:
@@ -317,7 +418,7 @@ def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:
 class _Copy:
     """A copy of the table rows that an operator's arguments refer to."""
 
-    def __init__(self, rows: TableRows) -> None:
+    def __init__(self, rows: TableRows | _KeptRows) -> None:
         self._rows = rows
         self._window: tuple[int, int] | None = None
         self._values: torch.Tensor | None = None
@@ -336,8 +437,11 @@ class _Copy:
         return view._taken_from(self._values, self._window[0])
 
     def write_back(self) -> None:
-        """Write all copied rows back to the table. Collective."""
+        """Write all copied rows back to the table. Collective, except for `_KeptRows`."""
         assert self._values is not None and self._window is not None
+        if isinstance(self._rows, _KeptRows):
+            self._rows.write(self._values, self._window[0])
+            return
         tables = self._rows.tables
         tables.barrier()  # peers may still be reading
         self._rows.write(rank0_values(tables, self._values), self._window[0])

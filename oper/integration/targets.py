@@ -6,7 +6,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from oper.errors import InvalidInputError
 from oper.tables import TableSpec, plan_names
@@ -115,6 +117,10 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     if missing and known:
         raise InvalidInputError("cannot find modules with tables", "modules", sorted(missing),
                                 f"some of the paths {known[:8]}", "name modules of this model")
+    if not targets and reasons:
+        raise InvalidInputError(
+            "nothing to shard", "modules with tables, none of which can be sharded", reasons,
+            "at least one that only looks up", "make the embedding a child of the module")
     if not targets:
         raise InvalidInputError(
             "nothing to shard", "modules", type(module).__name__,
@@ -131,10 +137,34 @@ def _own_behaviour(target: Target) -> str:
     for method in ("forward", "__call__"):
         if getattr(type(module), method) is not getattr(kind, method):
             return f"{type(module).__name__} overrides {method}"
+    if "forward" in vars(module):  # as some libraries set it, in place of a hook
+        return f"this {type(module).__name__} has a forward of its own"
     if not target.is_collection and [n for n, _ in module.named_parameters()] != ["weight"]:
         return f"{type(module).__name__} has parameters besides weight, or computes weight"
     if not target.is_collection and (module._buffers or module._modules):
         return f"{type(module).__name__} has buffers or modules of its own"
+    if target.is_collection and not target.is_quantised:
+        return _own_tables(module, own_names(target))
+    return ""
+
+
+def _own_tables(collection: nn.Module, names: Sequence[str]) -> str:
+    """Return why a sharded collection cannot replace one whose tables the user has changed; "" if
+    its tables are the plain modules that TorchRec creates for tables of these `names`."""
+    from torch import nn
+
+    held = {parameter.split(".")[1]
+            for parameter, _ in collection.named_parameters(remove_duplicate=False)}
+    if held != {*names}:
+        return f"its tables are {sorted(held)[:8]} instead of {sorted(names)[:8]}"
+    for path, table in collection.named_modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            kind = nn.EmbeddingBag if isinstance(table, nn.EmbeddingBag) else nn.Embedding
+            if (type(table).forward is not kind.forward or "forward" in vars(table)
+                    or type(table).__call__ is not kind.__call__):
+                return f"its table {path} is a {type(table).__name__} that overrides forward"
+            if [*table._parameters] != ["weight"] or table._buffers or table._modules:
+                return f"its table {path} has more than a weight, or computes weight"
     return ""
 
 
@@ -160,33 +190,60 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
           "_load_state_dict_post_hooks")
 
 
+#: Attributes of a parameter that `apply_optimizer_in_backward` sets.
+_TAGS = ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers", "_acc_grad")
+
+
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a sharded module the hooks and the training mode of the module that it replaces."""
+    """Give a sharded module the hooks, the training mode, and the parameters' attributes (such as
+    marks of optimizer groups) of the module that it replaces."""
+    from torch.nn.modules.module import _WrappedHook
+
     for name in _HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
+    before: Any = new._load_state_dict_pre_hooks
+    for number, hook in before.items():
+        if getattr(hook, "with_module", False):  # it refers to the old module
+            before[number] = _WrappedHook(hook.hook, new)
     for child in new.modules():
         child.training = old.training
+    for name, parameter in old.named_parameters():
+        own = vars(new.get_parameter(name))
+        own.update({k: x for k, x in vars(parameter).items() if k not in own and k not in _TAGS})
 
 
 def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
-    from torch import nn
-
-    owner: dict[int, tuple[str, nn.Parameter]] = {}
-    paths = {t.path for t in targets}
+    """Raise InvalidInputError if a table that trains is also a parameter or buffer of another
+    module, or shares its memory with one, as ``from_pretrained(other.weight)`` does."""
+    found: list[tuple[int, int, str, torch.Tensor]] = []
     for path, child in module.named_modules(remove_duplicate=False):
-        for name, parameter in child.named_parameters(recurse=False):
-            here = f"{path}.{name}".strip(".")
-            # Parameters may also share their memory: from_pretrained(other.weight).
-            is_plain = type(parameter) is nn.Parameter and not parameter.is_meta
-            place = (is_plain and parameter.data_ptr()) or id(parameter)
-            first, other = owner.setdefault(place, (here, parameter))
-            trains = parameter.requires_grad or other.requires_grad or other is parameter
-            ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
-            if first != here and ours and trains:
+        for name, x in chain(child.named_parameters(recurse=False),
+                             child.named_buffers(recurse=False)):
+            found.append((*_memory_of(x), f"{path}.{name}".strip("."), x))
+    found.sort(key=itemgetter(0, 1))
+    paths = {t.path for t in targets}
+    for k, (_, end, first, x) in enumerate(found):
+        for begin, _, second, y in found[k + 1:]:
+            if begin >= end:
+                break
+            names = sorted((first, second))
+            ours = any(p in ("", n) or n.startswith(f"{p}.") for n in names for p in paths)
+            if first != second and ours and (x is y or x.requires_grad or y.requires_grad):
                 raise InvalidInputError("cannot shard a parameter shared between modules",
-                                        "parameters", (first, here), "each table in one module",
-                                        "give each module its own parameter")
+                                        "parameters", tuple(names), "each table in one module",
+                                        "give each module its own parameter or buffer")
+
+
+def _memory_of(x: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses `[begin, end)` of a tensor, and numbers of its own if it has none."""
+    import torch
+
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel() or (
+            x.layout != torch.strided):
+        return -id(x) - 1, -id(x)
+    size = x.numel() if x.is_contiguous() else 1
+    return x.data_ptr(), x.data_ptr() + size * x.element_size()
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:
@@ -212,15 +269,17 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
         own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
                for p, parameter in target.module.named_parameters()}
         for table, parameter in own.items():
-            if parameter._backward_hooks:
+            hooks = [*(parameter._backward_hooks or ()),
+                     *(parameter._post_accumulate_grad_hooks or ())]
+            if hooks:
                 raise InvalidInputError(
                     f"cannot shard table {table!r} for training", "hooks on its gradient",
-                    len(parameter._backward_hooks),
+                    len(hooks),
                     "0, since a sharded table's gradient never exists as a tensor",
                     "remove them, or clip with the optimizer's max_gradient or max_row_norm")
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
-                from oper.integration.tags import tagged_optimizer
+                from oper.integration.optim.tags import tagged_optimizer
 
                 tagged = tagged_optimizer(parameter)
             chosen = tagged or default
@@ -330,6 +389,23 @@ def replacement(target: Target, tables: Any) -> nn.Module:
             target.module, tables, target.specs[0].name)
     _keep_hooks(target.module, new)
     return new
+
+
+def refuse_calls(target: Target) -> None:
+    """Make calls of a module that was replaced within its model raise InvalidInputError.
+
+    A model that also keeps it in a list of its own would go on to use it, and nothing would train
+    it.
+    """
+    path = target.path
+
+    def forward(*_: Any, **__: Any) -> NoReturn:
+        raise InvalidInputError(
+            "cannot call a module that oper.shard has replaced", "module", path,
+            "the sharded module", f"take it from the model at every call, "
+            f"model.get_submodule({path!r}); keep modules in nn.ModuleList, not in a list")
+
+    target.module.forward = forward
 
 
 def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGroups,

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
+from oper.integration.checkpoint.table_state import (
+    load_optimizer_entries,
+    optimizer_entries,
+    optimizer_errors,
+)
 from oper.integration.table_module import TableModule, refuse_lookup, refuse_script
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
@@ -62,6 +66,13 @@ class _ShardedModule(TableModule):
             raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
                                     f"{self.mode!r}, the pooling that it was sharded with",
                                     "set the mode before sharding")
+        if name == "padding_idx" and value is not None:
+            rows = self.num_embeddings
+            if not -rows <= value < rows:
+                raise InvalidInputError(f"cannot set the padding of table {self._name!r}", name,
+                                        value, f"-{rows} <= padding_idx < {rows}, or None",
+                                        "set padding_idx to a row of the table")
+            value %= rows  # torch counts negative numbers from the end, too
         super().__setattr__(name, value)
 
     @property
@@ -74,8 +85,19 @@ class _ShardedModule(TableModule):
         return {"state": {"weight": optimizer_entries(self.tables, self._name, "weight")}}
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an `optimizer_state_dict` saved under any plan and world size. Collective."""
+        """Load an `optimizer_state_dict` saved under any plan and world size. Collective.
+
+        Raises:
+            InvalidInputError: a rank's state is not one of this table and optimizer; no rank loads
+                any of it.
+        """
         self.tables.barrier()  # peers may still be reading
+        state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+        errors = optimizer_errors(self.tables, {"weight": self._name}, state)
+        if errors:
+            raise InvalidInputError(
+                f"cannot load the optimizer state of table {self._name!r}", "errors", errors[:8],
+                "none on any rank", "pass the same optimizer_state_dict on all ranks")
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
         self.tables.flush_replicas()
 
@@ -125,7 +147,7 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         try:
             batch = self._lookup_of(input, offsets, per_sample_weights)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, input)
             raise
         return self.tables.lookup(batch).to(self.dtype)
 
@@ -207,7 +229,7 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
                 _refuse(self, input)
             ids = input.reshape(-1).contiguous()
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, input)
             raise
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)

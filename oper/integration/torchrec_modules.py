@@ -10,8 +10,6 @@ the names and with the shapes of the unsharded module.
 from __future__ import annotations
 
 import contextlib
-import copy
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
@@ -41,14 +39,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.on_demand import rows_on_demand
-from oper.integration.checkpoint.table_state import (
-    Entries,
-    States,
-    all_ranks,
-    load_optimizer_entries,
-    optimizer_entries,
-)
+from oper.integration.optim.table_optimizer import TableOptimizer
 from oper.integration.prefetch import PrefetchQueue
 from oper.integration.table_module import (
     FixedEntries,
@@ -61,7 +52,6 @@ from oper.integration.table_module import (
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
-from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
@@ -98,6 +88,7 @@ def table_specs(collection: Collection,
             converted to another dtype than its configuration states.
     """
     specs = []
+    _check_tables(collection)
     _check_dtypes(collection)
     quantised = {DataType.INT8: "int8", DataType.INT4: "int4"}
     known = _DTYPES | (quantised if isinstance(collection, _QUANTISED) else {})
@@ -124,6 +115,31 @@ def table_specs(collection: Collection,
         specs.append(TableSpec(config.name, config.num_embeddings, config.embedding_dim,
                                tuple(config.feature_names), pooling, dtype, name))
     return specs
+
+
+def _check_tables(collection: Collection) -> None:
+    """Raise InvalidInputError if a table's module no longer has the shape and options that its
+    configuration states, which sharded tables have."""
+    if isinstance(collection, _QUANTISED):
+        return
+    for config in configs_of(collection):
+        pooled = isinstance(config, EmbeddingBagConfig)
+        tables: Any = collection.embedding_bags if pooled else collection.embeddings
+        table = tables[config.name]
+        wanted: dict[str, Any] = {"max_norm": None, "scale_grad_by_freq": False,
+                                  "padding_idx": None}
+        if isinstance(config, EmbeddingBagConfig):
+            mean = config.pooling == PoolingType.MEAN
+            wanted |= {"mode": "mean" if mean else "sum", "include_last_offset": True}
+        found = {option: getattr(table, option, value) for option, value in wanted.items()}
+        wanted["shape of weight"] = (config.num_embeddings, config.embedding_dim)
+        found["shape of weight"] = tuple(table.weight.shape)
+        for option, value in wanted.items():
+            if found[option] != value:
+                raise InvalidInputError(
+                    f"cannot shard table {config.name!r}", option, found[option],
+                    f"{value}, as in the configuration of the collection",
+                    "undo the change to the table, or leave the module out of modules=")
 
 
 def _check_dtypes(collection: Collection) -> None:
@@ -155,101 +171,6 @@ class _Context(Multistreamable):
         """Keep the allocator from reusing the features' memory while `stream` reads it."""
         if self.features is not None:
             self.features.record_stream(stream)
-
-
-class _FusedOptimizer(FusedOptimizer):
-    """Gives schedulers and checkpoints access to the tables' optimizers. Updates happen in the
-    backward pass, so `step` does nothing. ``state_dict()`` has TorchRec's form, ``{"state":
-    {"<table parameter>": {"<table>.momentum1": ...}}}``, which does not depend on the plan."""
-
-    def __init__(self, tables: ShardedTables, names: Mapping[str, str],
-                 parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
-        self._tables = tables
-        self._names, self._weights = dict(names), dict(weights)
-        self._parameters_of = dict(parameters)
-        self._others: dict[torch.Tensor, Any] = {}  # see `States`
-        own = {full: table for table, full in names.items()}
-        for group in tables.param_groups:
-            group["params"] = [weights[own[t]] for t in group["tables"]]
-        self._shown: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
-        self._loading: dict[str, Entries] | None = None
-        super().__init__({parameters[t]: x for t, x in self._weights.items()}, {},
-                         tables.param_groups)
-        # `tables` holds the groups, they hold the weights, and a weight refers to `tables`: a cycle
-        # that would keep shared memory until the next garbage collection.
-        weakref.finalize(self, _forget_weights, tables.param_groups).atexit = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FusedOptimizer:
-        return _FusedOptimizer(copy.deepcopy(self._tables, memo), self._names, self._parameters_of,
-                               {t: copy.deepcopy(x, memo) for t, x in self._weights.items()})
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """Map each table parameter to a copy of its optimizer state, made at every access.
-
-        `post_load_state_dict` writes copies that the caller still references back to the tables.
-        """
-        return States({x: table for table, x in self._weights.items()}, self._show, self._others)
-
-    @state.setter
-    def state(self, value: Mapping[Any, Any]) -> None:
-        """Ignore the empty state that the base class assigns at construction."""
-
-    def _show(self, table: str) -> Entries:
-        if self._loading is None:
-            entries = Entries(optimizer_entries(self._tables, self._names[table], table))
-            self._shown[table] = entries
-        elif table in self._loading:
-            entries = self._loading[table]
-        else:
-            with rows_on_demand():  # loading into such entries writes directly to the tables
-                entries = Entries(optimizer_entries(self._tables, self._names[table], table))
-            self._loading[table] = self._shown[table] = entries
-        return entries
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` saved under any plan and world size. Collective. If a rank cannot
-        load it, all ranks raise an error and none loads it."""
-        self._tables.barrier()  # peers may still be reading
-        loading: dict[str, Entries] = {}  # keeps entries alive until they are written to the tables
-        self._loading = loading
-        failed: Exception | None = None
-        try:
-            super().load_state_dict(state_dict)
-        except Exception as error:
-            failed = error
-        finally:
-            self._loading = None
-        errors = errors_of_all(all_ranks(self._tables), [], [str(failed)] if failed else [])
-        if failed is not None:
-            raise failed
-        if errors:
-            raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
-                                    errors[:8], "none on any rank",
-                                    "pass the state_dict of a model with these tables on all ranks")
-        self.post_load_state_dict()
-
-    def post_load_state_dict(self) -> None:
-        if self._loading is not None:  # by the base class; loading may still fail on a rank
-            return
-        self._tables.barrier()  # peers may still be reading
-        for table in self._weights:
-            entries = self._shown.pop(table, None)
-            if entries is not None:
-                load_optimizer_entries(self._tables, self._names[table], table, entries)
-        self._tables.flush_replicas()
-
-    def step(self, closure: Any = None) -> None:
-        """Do nothing: the backward pass has already updated the tables."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drop gradients accumulated under `oper.no_sync`; no other gradients are stored."""
-        self._tables.drop_gradients()
-
-
-def _forget_weights(groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        group["params"] = []
 
 
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
@@ -288,7 +209,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             for c in self._configs}
         setattr(self, self._prefix, TableModules(self._table_modules))
         self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
-        self._optimizer = _FusedOptimizer(tables, names, self._parameters_of, {
+        self._optimizer = TableOptimizer(tables, names, self._parameters_of, {
             name: m.weight for name, m in self._table_modules.items()})
         self._prefetched = PrefetchQueue(tables)
         skip_in_fully_shard(self)
@@ -375,7 +296,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         try:
             batch = self.lookup_of(ctx.features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, ctx.features)
             raise
         return self.tables.lookup(batch)
 
@@ -442,7 +363,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         try:  # a helper for this would cost time in every step
             batch = self.lookup_of(features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, features)
             raise
         values = self.tables.lookup(batch)
         if features.inverse_indices_or_none() is not None or self._converts:
@@ -496,7 +417,7 @@ class ShardedEmbeddings(_ShardedCollection):
         try:
             batch = self.lookup_of(features)
         except Exception as error:
-            refuse_lookup(self.tables, error)
+            refuse_lookup(self.tables, error, features)
             raise
         return self._jagged(self.tables.lookup(batch), features)
 
@@ -523,7 +444,10 @@ class ShardedEmbeddings(_ShardedCollection):
                    else features.lengths().view(len(keys), features.stride()).unbind())
         if isinstance(values, torch.Tensor):
             counts = features.length_per_key()
-            values = torch.split(values, [counts[k] for k in at])
+            # As in `by_feature`; a graph keeps no track of views.
+            split = (torch.split if torch.compiler.is_compiling()
+                     else torch.unsafe_split_with_sizes)
+            values = split(values, [counts[k] for k in at])
         if self._converts:
             values = [x.to(self.output_dtype) for x in values]
         ids = (torch.split(features.values(), features.length_per_key()) if self._need_indices

@@ -157,7 +157,8 @@ def check_rows(tables: Tables, rows: Sequence[int]) -> None:
         raise InvalidInputError("cannot take the gradient of per-sample weights",
                                 "updates of the rows since the lookup", since,
                                 "0, because the gradient is computed from the rows",
-                                "take all gradients of a step in one backward pass")
+                                "take all gradients of a step in one backward pass, and write to "
+                                "tables before the lookup or after that pass")
 
 
 def _refuse_outdated() -> NoReturn:

@@ -83,14 +83,15 @@ class HeldPasses:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Hold back the passes that any thread gives to `join` inside the block."""
-        with self._lock:
-            self.holders += 1
-            self.is_entered = True
-        try:
+        mine = 0
+        try:  # begins first: KeyboardInterrupt may be raised between any two calls
+            with self._lock:
+                self.holders, mine = self.holders + 1, 1
+                self.is_entered = True
             yield
         finally:
             with self._lock:
-                self.holders -= 1
+                self.holders -= mine
 
     def join(self, parts: list[Backward]) -> Backward | None:
         """Hold back `parts` and return None inside `hold`; otherwise return the combination of all

@@ -205,11 +205,17 @@ class TableUpdates(MeasuredTables):
             raise
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
-        code, detail = self._backward_op(
-            self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
-            known and known.order, updates + 2 * passed.accumulates,
-            shared and shared.bags, shared and shared.samples)
+        interrupted = None
+        try:
+            code, detail = self._backward_op(
+                self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of,
+                batch.batch_size, batch.pooled, optimizers, self.gradient_scale,
+                known and known.addresses, known and known.order, updates + 2 * passed.accumulates,
+                shared and shared.bags, shared and shared.samples)
+        except (KeyboardInterrupt, SystemExit, TimeoutError) as error:
+            # What handlers of signals raise. Signals do not interrupt the operator: Python calls
+            # the handler once it has returned, with the rows updated. The update must be counted.
+            code, detail, interrupted = 0, 0, error
         if code:
             if code == Status.OTHER_SETTINGS:
                 self._refuse_settings(detail, passed)
@@ -217,6 +223,8 @@ class TableUpdates(MeasuredTables):
                 self._skip_in_family()
             self._raise(code, detail, batch, offsets)
         if not updates:
+            if interrupted is not None:
+                raise interrupted
             return
         if self.keys is not None:
             self.keys.note_update()
@@ -231,6 +239,8 @@ class TableUpdates(MeasuredTables):
             self.migration.note(passed.batch, passed.offsets)
             if self.migration.advance():
                 self.migration = None
+        if interrupted is not None:
+            raise interrupted
 
     def count_step(self, frozen: frozenset[str]) -> None:
         """Count an update, in which tables named `frozen` do not change."""

@@ -13,8 +13,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import oper
 from oper.errors import InvalidInputError, OperError
+from oper.integration.optim.tags import tagged_optimizer
 from oper.integration.table_tensor import TableTensor
-from oper.integration.tags import tagged_optimizer
 from oper.integration.torchrec_modules import table_specs
 from oper.plan import uniform_plan
 from tests.integration.module_support import KJT, LR, bag, collection, kjt, rows, shard
@@ -246,12 +246,12 @@ def test_a_state_of_other_tables_is_refused() -> None:
     model = oper.shard(collection(), optimizer=oper.Adam(lr=0.1))
     state = model.fused_optimizer.state_dict()
     entry = state["state"]["embedding_bags.a.weight"]
-    with pytest.raises(ValueError, match="Different state size"):
+    with pytest.raises(ValueError, match=r"cannot load the state.*entries="):
         model.fused_optimizer.load_state_dict(
             {"state": state["state"] | {"embedding_bags.a.weight": {
                 "a.momentum1": entry["a.momentum1"]}}})
     del state["state"]["embedding_bags.a.weight"]
-    with pytest.raises(ValueError, match="parameter count"):
+    with pytest.raises(ValueError, match=r"cannot load the state.*entries=\[\]"):
         model.fused_optimizer.load_state_dict(state)
 
 

@@ -282,7 +282,8 @@ def _optimizer_state(rank: int, world_size: int) -> list[str]:
 def test_all_ranks_get_the_error_of_a_rank_that_cannot_load_an_optimizer() -> None:
     first, second = run_world(2, _optimizer_state, env={"OPER_DEADLINE_S": "20"})
     for mine, theirs in zip(first, second, strict=True):
-        assert "cannot load the state" in mine and f"rank 1: {theirs[:30]}" in mine
+        assert "cannot load the state" in mine and "rank 1: cannot load" in mine
+        assert mine.replace("rank 1: ", "")[:200] == theirs[:200]
 
 
 def _shard_other(rank: int, world_size: int) -> None:

@@ -31,6 +31,15 @@ def read_weight(side: Any, args: dict[str, Any]) -> Seen:
             "=numpy": w.detach().numpy().tolist(), "=len": len(w)}
 
 
+def _exchange(w: Any, x: torch.Tensor, v: float) -> None:
+    """Exchange the data for other values and back, as for evaluating an average."""
+    kept = w.data
+    w.data = x.clone()
+    w.data.add_(v)
+    kept[0].add_(1)
+    w.data = kept
+
+
 WRITES = {
     "fill_": lambda w, x, v: w.fill_(v),
     "w[i] = x": lambda w, x, v: w.__setitem__(1, x[1]),
@@ -39,6 +48,7 @@ WRITES = {
     "copy_": lambda w, x, v: w.copy_(x),
     "data.copy_": lambda w, x, v: w.data.copy_(x),
     "data = x": lambda w, x, v: setattr(w, "data", x.clone()),
+    "data exchanged": _exchange,
     "data[i] += 1": lambda w, x, v: w.data.__setitem__(2, w.data[2] + 1),
     "data[i] add": lambda w, x, v: w.data[0].add_(1),
     "data mul": lambda w, x, v: w.data.mul_(0.5),
@@ -92,7 +102,7 @@ def write_old_handle(side: Any, args: dict[str, Any]) -> Seen:
     return seen
 
 
-@action(1.5, exact=True, how=("hasattr", "isinstance", "parameters", "named", "reset"))
+@action(1.5, exact=True, how=("hasattr", "isinstance", "parameters", "named", "reset", "tables"))
 def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
     """Call ``model.apply(init)`` and similar methods."""
     def init(module: nn.Module) -> None:
@@ -109,6 +119,13 @@ def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
     elif args["how"] == "named":
         for name, p in side.core.named_parameters():
             if not name.endswith("bias"):
+                nn.init.constant_(p, args["value"])
+    elif args["how"] == "tables":
+        for table in side.tables:
+            module = side.module(table)
+            if table.kind in ("ebc", "ec"):
+                module = module.embedding_bags if table.kind == "ebc" else module.embeddings
+            for p in module.parameters():
                 nn.init.constant_(p, args["value"])
     else:
         torch.manual_seed(args["seed"])

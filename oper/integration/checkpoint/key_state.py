@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import may_copy_rows
+from oper.integration.checkpoint.on_demand import check_rank, may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
     chunks_of,
     distributed,
     not_plain,
     noting,
+    rank0_values,
     shard_range,
 )
 from oper.shmem.group.agreement import errors_of_all
@@ -69,23 +70,32 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     absent = [key for key in entries if key not in state_dict]
     missing_keys += absent
     errors = []
-    if absent and f"{prefix}weight" in state_dict:  # an error even if the load is not strict
+    weight = f"{prefix}weight"
+    lacks = [key for key in (weight, *entries) if key not in state_dict]
+    if lacks and len(lacks) <= len(entries):  # an error even if the load is not strict
         errors.append(fail(
-            f"cannot load dynamic table {name!r}", "missing entries", absent,
+            f"cannot load dynamic table {name!r}", "missing entries", lacks,
             "rows together with their keys", "load all entries of the table"))
     with noting(errors):
         if not absent:
+            for key in entries:
+                check_rank(f"cannot load {key!r}", state_dict[key], tables.group.rank)
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
     errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:
         return
-    clock = 0 if errors else int(state_dict[f"{prefix}clock"])
+    values: dict[str, Any] = {}
+    clock = 0
+    if not errors:
+        values = {part: rank0_values(tables, state_dict[f"{prefix}{part}"])
+                  for part in keys.parts(name)}
+        clock = tables.group.all_gather(int(state_dict[f"{prefix}clock"]))[0]
     for checks in (True, False):  # check all records before writing any
         if errors:
             break
         with noting(errors):
             for part in keys.parts(name):
-                for first, some in _chunks(state_dict[f"{prefix}{part}"]):
+                for first, some in _chunks(values[part]):
                     keys.write(name, part, torch.arange(first, first + some.shape[0]), some, checks)
                     if not checks:
                         continue

@@ -38,6 +38,7 @@ class TableRows:
         source: the value that `load_state_dict` has accepted for loading, or None.
         version: tensor whose version counter updates of the rows must increment; None once
             `oper.integration.table_tensor` has arranged this, or if it is not needed.
+        views: the views of a weight that are in use, by their ``id``; None for other handles.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
@@ -47,6 +48,7 @@ class TableRows:
         self.part = part
         self.source: Any = None
         self.version: Any = None
+        self.views: Any = None
         self.shape = torch.Size(tables.shape(name, part))
         self.dtype = tables.dtype(name, part)
         row_bytes = self.dtype.itemsize * self.shape[1:].numel()
@@ -107,6 +109,7 @@ class TableRows:
             raise InvalidInputError(
                 what, "value", "ShardedTensor", "a DTensor or a whole tensor",
                 "save and load with torch.distributed.checkpoint, which reshards")
+        check_rank(what, value, self.tables.group.rank)
         # A nested tensor has no shape.
         found = () if getattr(value, "is_nested", False) else tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
@@ -130,6 +133,22 @@ class TableRows:
 
     def __repr__(self) -> str:
         return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def note_rank(value: Any, rank: int) -> None:
+    """Note in a ``DTensor`` that it contains this rank's part; ``torch.save`` keeps the note."""
+    value._local_tensor.oper_rank = rank
+
+
+def check_rank(what: str, value: Any, rank: int) -> None:
+    """Raise InvalidInputError, which begins with `what`, if a ``DTensor`` contains another rank's
+    part. After ``torch.save`` on one rank and ``torch.load`` on all, every rank has that part."""
+    saved = getattr(getattr(value, "_local_tensor", None), "oper_rank", rank)
+    if saved != rank:
+        raise InvalidInputError(
+            what, "rank whose rows the state_dict contains", saved, f"{rank}, this rank",
+            "save with oper.save_checkpoint or torch.distributed.checkpoint, or save and load a "
+            "file on each rank, since the state_dict of a rank contains only a part of the rows")
 
 
 @contextlib.contextmanager

@@ -6,18 +6,20 @@ import contextlib
 import math
 import threading
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, fail, require
 from oper.integration.checkpoint.on_demand import (
     CHUNK_BYTES,
     TableRows,
     chunk_bytes_on_demand,
     gives_handles,
+    note_rank,
 )
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import Group
@@ -64,9 +66,11 @@ def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> An
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((num_rows, *local.shape[1:]))
-    return DTensor.from_local(
+    found = DTensor.from_local(
         local, _mesh(tables), [Shard(0)], run_check=False, shape=shape,
         stride=tuple(torch.empty(shape, device="meta").stride()))
+    note_rank(found, tables.group.rank)
+    return found
 
 
 def _mesh(tables: ShardedTables) -> Any:
@@ -83,6 +87,37 @@ def _mesh(tables: ShardedTables) -> Any:
     return mesh
 
 
+#: By id, the values of ``state_dict()`` that are in use, see `watched`.
+_WATCHED: dict[int, weakref.finalize[Any, Any]] = {}
+
+
+def watched(value: Any, key: str) -> Any:
+    """Return a value of ``state_dict()``; warns when a program drops it that has changed it in
+    place, unless `load_entry` has written it to a table.
+
+    In-place changes reach an unsharded module, on which some programs rely: exponential moving
+    averages, and loading by ``torch.distributed.checkpoint`` without ``load_state_dict``.
+    """
+    given = [value, getattr(value, "_local_tensor", value)]  # the latter of a DTensor
+    if all(isinstance(x, torch.Tensor) and not x.is_inference() for x in given):
+        aliases = [x.detach() for x in given]  # with the version counters of `given`
+        found = weakref.finalize(value, _check_unchanged, id(value), aliases,
+                                 [x._version for x in aliases], key)
+        found.atexit = False
+        _WATCHED[id(value)] = found
+    return value
+
+
+def _check_unchanged(number: int, aliases: list[torch.Tensor], versions: list[int], key: str
+                     ) -> None:
+    _WATCHED.pop(number, None)
+    if [x._version for x in aliases] != versions:
+        warnings.warn(
+            f"a value of state_dict() was changed in place: {key!r}; it is a copy of a sharded "
+            "table, which has not changed: write to the parameter, or call load_state_dict with "
+            "the value", stacklevel=3)
+
+
 def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
     """Write a ``state_dict`` value to a table; call ``tables.flush_replicas()`` after the last one.
 
@@ -91,8 +126,8 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     Args:
         tables: the collection that holds the table.
         name: table name.
-        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of that shape,
-            or `TableRows`. `TableRows` of the same table are not copied.
+        value: a plain tensor of the global shape (if ranks disagree, rank 0's is written), a
+            ``DTensor`` of that shape, or `TableRows`. `TableRows` of the same table are not copied.
         part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
@@ -102,8 +137,11 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     if isinstance(value, TableRows) and value.source is not None:
         value = value.source
     mine.check(value)
+    if id(value) in _WATCHED:
+        _WATCHED.pop(id(value)).detach()
     if isinstance(value, TableRows) and value.is_same(mine):
         return
+    value = rank0_values(tables, value)
     for begin, rows in chunks_of(value):
         mine.write(rows, begin)
 
@@ -234,6 +272,50 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     return entries
 
 
+def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: Any) -> list[str]:
+    """Return why `load_optimizer_entries` cannot load ``state``; on all ranks if any rank cannot.
+    Collective.
+
+    Args:
+        tables: the collection that holds the tables.
+        labels: the tables' names by the label of their entries.
+        state: by label, the entries; or another object, which a program has passed.
+    """
+    errors: list[str] = []
+    distributed_entries: list[str] = []
+    for label, name in labels.items():
+        what = f"cannot load the optimizer state of table {name!r}"
+        entries = state.get(label) if isinstance(state, Mapping) else None
+        found = entries if isinstance(entries, Mapping) else {}
+        kind = tables.specs[name].optimizer
+        parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
+        wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
+        if not isinstance(entries, Mapping) or found.keys() != wanted:
+            errors.append(fail(what, "entries", sorted(found, key=str),
+                               f"{sorted(wanted)}, those of {kind!r}",
+                               "pass the state of a table that has this optimizer"))
+            continue
+        for key, part in parts.items():
+            with noting(errors):
+                TableRows(tables, name, part).check(found[key])
+        with noting(errors):
+            check_steps(what, found.get(f"{label}.step", 0))
+        distributed_entries += not_plain(found, parts)
+    return errors_of_all(all_ranks(tables), distributed_entries, errors)
+
+
+def check_steps(what: str, steps: Any) -> int:
+    """Return a saved number of updates as an int; raises InvalidInputError, which begins with
+    `what`, if it is not an integer >= 0."""
+    try:
+        number = float(steps)
+    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+        number = -1.0
+    require(what, "pass a state that optimizer_state_dict or state_dict has returned", (
+        "step", steps, number >= 0 and number.is_integer(), "an integer >= 0"))
+    return int(number)
+
+
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, Any]) -> None:
     """Write the entries of `optimizer_entries`; call ``tables.flush_replicas()`` after all tables.
@@ -241,7 +323,8 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
-        tables.set_table_steps(name, int(entries[f"{label}.step"]))
+        steps = tables.group.all_gather(int(entries[f"{label}.step"]))
+        tables.set_table_steps(name, steps[0])
 
 
 def optimizer_names(tables: ShardedTables) -> dict[str, dict[str, bool]]:
@@ -288,6 +371,14 @@ class Entries(dict[str, torch.Tensor]):
     support weak references."""
 
 
+def refuse_state(table: str) -> NoReturn:
+    """Raise InvalidInputError: the optimizer state of a table cannot be replaced or removed."""
+    raise InvalidInputError(
+        "cannot replace the optimizer state of a table", "table", table,
+        "a parameter that is not a table", "call load_state_dict of the optimizer, with zeros to "
+        "begin again")
+
+
 class States(MutableMapping[torch.Tensor, Any]):
     """Mapping from parameters to their optimizer states; those of tables are read when needed.
 
@@ -310,14 +401,16 @@ class States(MutableMapping[torch.Tensor, Any]):
         return self._others[parameter]
 
     def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
-        if parameter in self._of:
-            raise InvalidInputError(
-                "cannot replace the optimizer state of a table", "table", self._of[parameter],
-                "a parameter that is not a table", "call load_state_dict of the optimizer")
+        self._check(parameter)
         self._others[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._check(parameter)
         del self._others[parameter]
+
+    def _check(self, parameter: torch.Tensor) -> None:
+        if parameter in self._of:
+            refuse_state(self._of[parameter])
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._of or parameter in self._others
@@ -347,13 +440,15 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
         if weight.is_meta:
             _initialise(tables, name, init_fn, seed)
             continue
-        load_entry(tables, name, rank0_values(tables, weight))
+        load_entry(tables, name, weight)
     tables.flush_replicas()
 
 
-def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's `values` if ranks disagree, as in DDP, else `values`. Collective."""
-    if tables.group.world_size == 1 or tables.group.is_local:
+def rank0_values(tables: ShardedTables, values: Any) -> Any:
+    """Return rank 0's `values` if they are plain tensors and ranks disagree, as in DDP, else
+    `values`. Collective."""
+    if (tables.group.world_size == 1 or tables.group.is_local
+            or not isinstance(values, torch.Tensor) or hasattr(values, "full_tensor")):
         return values
     data = values.detach().contiguous().cpu()
     sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))

@@ -25,6 +25,11 @@ from oper.shmem.optim.optimizers import (
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE, _TABLES = itemgetter("lr"), itemgetter("tables")
+# Settings that torch's optimizers read from parameter groups, and those of OPER's optimizers.
+_SETTINGS = frozenset({
+    "alpha", "amsgrad", "beta1", "beta2", "betas", "dampening", "decoupled", "eps", "eta",
+    "initial_accumulator_value", "learning_rate", "lr_decay", "max_gradient", "max_row_norm",
+    "maximize", "momentum", "nesterov", "weight_decay"})
 
 
 def rounding_key(seed: int, table: str) -> tuple[int, int]:
@@ -84,6 +89,23 @@ def _check_rates(rates: Sequence[float], groups: Sequence[Mapping[str, Any]]) ->
                                     "correct param_groups or the schedule that sets them")
 
 
+def _check_settings(groups: Sequence[Mapping[str, Any]], optimizers: Mapping[str, Optimizer]
+                    ) -> None:
+    """Raise InvalidInputError for a setting in a group, other than lr, that is not the setting of
+    the optimizers of its tables."""
+    for group in groups:
+        for name in sorted(_SETTINGS.intersection(group)):
+            for table in _names(group):
+                own, given = getattr(optimizers.get(table), name, None), group[name]
+                if isinstance(given, list):
+                    given = tuple(given)  # betas
+                if given != own and (given or own):  # settings that `own` lacks may be 0 or False
+                    raise InvalidInputError(
+                        "no rank updates the tables", f"{name} of table {table!r}", given,
+                        f"{own}, since only lr can be changed after sharding",
+                        f"remove {name!r} from param_groups; to change it, shard the model again")
+
+
 class KernelArguments:
     """Builds and caches the kernels' argument that describes all optimizers at a step.
 
@@ -123,9 +145,11 @@ class KernelArguments:
             tables: table name of each row of the result; names may repeat.
 
         Raises:
-            InvalidInputError: a learning rate is not a finite number >= 0, or a table is not in one
-                group.
+            InvalidInputError: a learning rate is not a finite number >= 0, a table is not in one
+                group, or a group has another setting than its tables' optimizer.
         """
+        if not all(map(_SETTINGS.isdisjoint, groups)):
+            _check_settings(groups, self._optimizers)
         try:
             rates = [*map(float, map(_RATE, groups))]
         except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):

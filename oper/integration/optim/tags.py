@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
     classes = getattr(parameter, "_optimizer_classes", None)
     if not classes:
         return None
-    given = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
+    given = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0]) | _changed_since(parameter)
     name = classes[0].__name__
     home = classes[0].__module__.split(".")[0]
     if len(classes) != 1 or name not in _KNOWN or home not in ("torch", "torchrec"):
@@ -73,6 +74,21 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
         own = inspect.signature(classes[0].__init__).parameters.get("lr")
         chosen["lr"] = _FBGEMM_LR if own is None else own.default
     return make(**chosen)
+
+
+def _changed_since(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the settings of the tagged optimizer that were changed after it was made, for instance
+    by a schedule; warns if it has a state, which sharded tables do not take over."""
+    # Some of TorchRec's classes are only tags: no optimizers, without parameter groups.
+    optimizer = next(iter(getattr(parameter, "_in_backward_optimizers", ())), None)
+    if getattr(optimizer, "state", {}).get(parameter):
+        warnings.warn(
+            "sharded tables begin with new optimizer states: those of training before oper.shard, "
+            "in the optimizers of apply_optimizer_in_backward, are not taken over", stacklevel=5)
+    defaults = getattr(optimizer, "defaults", {})
+    return {name: value for group in getattr(optimizer, "param_groups", ())[:1]
+            for name, value in group.items()
+            if name in defaults and value is not defaults[name] and value != defaults[name]}
 
 
 def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
