@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a public data set, a recipe file (.toml), or csv or "
-                                       "parquet for your own files")
+    parser.add_argument("recipe", metavar="RECIPE",
+                        help="a public data set such as criteo-kaggle (folders of datasets/), "
+                             "a recipe file (.toml), or csv or parquet for your own files")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
                         help="log files, plain or compressed (gzip, zstd, bzip2), or folders of "
                              "them, in time order; also s3://, gs:// and other stores; a quoted "
@@ -476,9 +477,10 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
-                                         "-rm2 or -rm3, a specification (.toml) or a statistics "
-                                         "file")
+    parser.add_argument("workload", metavar="WORKLOAD",
+                        help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
+                             "deeprecsys-rm2 or deeprecsys-rm3; a specification (.toml); or a "
+                             "statistics file")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file for the statistics of the lookups")
     parser.add_argument("--samples", type=whole(1), default=100_000, metavar="N",
@@ -487,7 +489,8 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
                         help="also write the lookups, as Parquet with one list column per table; "
                              "without labels or manifest, so not for 'oper train' or "
                              "'oper analyze'")
-    parser.add_argument("--seed", type=whole(0), default=1, help="seed of the draws (default 1)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N",
+                        help="seed of the draws (default 1)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
