@@ -225,7 +225,7 @@ def test_errors_of_dry_runs_name_the_users_file(
              "stars"]
     messages = []
     for where in (["--dry-run"], ["-o", "out"]):
-        with pytest.raises((FileFormatError, InvalidInputError), match="maybe|stars") as error:
+        with pytest.raises((FileFormatError, InvalidInputError), match=r"maybe|stars") as error:
             run("preprocess", *words, *where)
         messages.append(str(error.value))
     assert messages[0] == messages[1] and str(path) in messages[0]
