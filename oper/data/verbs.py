@@ -219,7 +219,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
           f"{manifest['bad_rows']['count']:,} malformed")
     if manifest.get("raw_ids"):
         hashed = sum(t["hashed_texts"] for t in tables.values())
-        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of texts")
+        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of strings")
     else:
         _print_tables(manifest)
     if manifest["problems"]:
@@ -231,7 +231,8 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 def _print_tables(manifest: dict[str, Any]) -> None:
     """Print the tables' total rows, and how many values of each column the vocabulary lacks."""
     tables = manifest["tables"]
-    how = f"values seen fewer than {manifest['min_count']} times share row 0"
+    how = ("unseen values share row 0" if manifest["min_count"] == 1 else
+           f"values seen fewer than {manifest['min_count']} times share row 0")
     if "vocabulary" in manifest:
         how = f"vocabulary of {manifest['vocabulary']['path']}"
     elif manifest["hash_rows"] is not None:
@@ -241,8 +242,8 @@ def _print_tables(manifest: dict[str, Any]) -> None:
     print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
     for name, unseen in manifest.get("unseen", {}).items():
         if unseen["values"]:
-            print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
-                  f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
+            print(f"unseen in {name}: {unseen['values']:,} values, {unseen['accesses']:,} lookups "
+                  f"of the training part ({unseen['share']:.2%})")
 
 
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
