@@ -62,7 +62,8 @@ class OwnerInequalities:
     """Inequalities about the owner of the largest pushed piece: O further resource rows.
 
     Each states that consumption by all blocks is at most the weighted sum of the phases' lengths.
-    O is 0 if nothing is pushed. If ranks are unequal, the owner is assumed to read as fast as the fastest rank.
+    O is 0 if nothing is pushed. If ranks are unequal, the owner is assumed to read as fast as the
+    fastest rank.
 
     Args:
         rows: the resource rows; the indices of these rows follow theirs.

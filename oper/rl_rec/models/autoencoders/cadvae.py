@@ -249,7 +249,13 @@ class CaDVAE(Recommender):
 
     def infer(self, lengths: torch.Tensor, items: torch.Tensor, concepts: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute mean and log variance of eps, [B, K, d] each; `concepts`: c of items, [L, K]."""
+        """Compute mean and log variance of eps, float32 [B, K, d] each.
+
+        Args:
+            lengths: int64 [B], number of items of each user.
+            items: int64 [L], the users' items one after the other.
+            concepts: float32 [L, K], c of these items.
+        """
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, concepts.T * weights)
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)
