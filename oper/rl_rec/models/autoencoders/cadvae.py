@@ -83,12 +83,12 @@ class CaDVAEConfig(ModelConfig):
     """Configuration of CaD-VAE; symbols are those of the module docstring.
 
     Attributes:
-        num_concepts: K.
+        num_concepts: K, number of concepts.
         hidden: H, columns of the encoder's table.
         dim: d, columns per concept.
         layer: ``"linear"`` or ``"nonlinear"`` structural layer.
         similarity: similarity of a concept's z and an item's row, ``"cosine"`` or ``"dot"``.
-        temperature: tau.
+        temperature: tau, by which similarities are divided before a softmax.
         concepts: source of c. ``"clusters"``: clusters of items that the same users like;
             ``"axes"``: clusters that join both ends of a taste dimension; ``"learned"``: softmax
             over k of cos(W_out[i], m_k) / tau with prototypes m [K, d] (MacridVAE).
