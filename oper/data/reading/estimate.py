@@ -162,7 +162,7 @@ def _sampled(unit: Unit, recipe: Recipe) -> _Sampled:
     first = read_first(unit, recipe)
     if first is None or not first.rows.size:
         return _Sampled(rows, row_bytes, len(layout.of("sparse")), 0, unpacked, tuple(
-            _Column(1.0, 8.0, 8, 0, 1.0) for _ in recipe.names("sparse")))
+            _Column(0.0, 0.0, 1, 0, 0.0) for _ in recipe.names("sparse")))
     bags = [pa.types.is_list(x.type) for x in first.sparse]
     every = [x.flatten() if several else x for x, several in zip(first.sparse, bags, strict=True)]
     return _Sampled(rows, row_bytes, sum(map(len, every)) / first.rows.size, sum(bags), unpacked,

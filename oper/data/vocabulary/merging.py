@@ -122,6 +122,8 @@ class RunMerger:
 
 def _merged_into_one(runs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Merge runs, and empty the list, so that they take no memory during most of the work."""
+    if len(runs) == 1:
+        return runs.pop()
     joined = [np.concatenate(arrays) for arrays in zip(*runs, strict=True)]
     runs.clear()
     return sum_counts(joined.pop(0), joined.pop())
