@@ -21,7 +21,7 @@ from pathlib import Path
 
 from oper import __version__
 from oper.errors import OperError, PlanInfeasibleError, UsageError
-from oper.support.parser import Parser
+from oper.support.flags import Parser
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),

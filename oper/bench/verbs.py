@@ -15,7 +15,7 @@ from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.errors import InvalidInputError
 from oper.support.files import check_target
-from oper.support.parser import Parser
+from oper.support.flags import Parser
 
 # A benchmark is a module with ``cases`` (a function whose parameters are names of flags) and
 # ``FIGURES`` (the tables of its report, see `report`). Optional are ``NOTE`` (text printed below
