@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, TypeVar
 
 from oper.errors import InvalidInputError, require, require_fields
 from oper.ranges import (
@@ -165,6 +165,9 @@ class Rack:
     uplink_gbps: PositiveAmount
 
 
+_Part = TypeVar("_Part", Domain, Rack)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Memory domains and constants of one machine.
@@ -228,33 +231,44 @@ class Topology:
         return [k for k, d in enumerate(self.domains) for _ in d.ranks]
 
     def divided(self, count: int) -> Topology:
-        """Return the topology of one of `count` equal groups of consecutive hosts.
+        """Return the topology for one of `count` groups of consecutive hosts.
+
+        All groups use the same plan and wait for each other. Where groups differ, each host
+        therefore has the least memory and bandwidth that the hosts at its position have in any
+        group, and each rack the slowest uplink.
 
         Raises:
             InvalidInputError: `count` does not divide the number of hosts, or the groups would
-                differ in domains, bandwidths or racks.
+                differ in ranks per host, memory domains or hosts of racks.
         """
         if count == 1:
             return self
         size = self.world_size // count
-        parts = []
-        for first in range(0, size * count, size):
-            inside = [d for d in self.domains if first <= d.ranks[0] < first + size]
-            hosts = sorted({d.host for d in inside})
-            index = {h: k for k, h in enumerate(hosts)}
-            racks = tuple(Rack(tuple(index[h] for h in rack.hosts if h in index), rack.uplink_gbps)
-                          for rack in self.racks if not index.keys().isdisjoint(rack.hosts))
-            parts.append((tuple(replace(d, ranks=tuple(r - first for r in d.ranks),
-                                        host=index[d.host]) for d in inside),
-                          racks if len(racks) > 1 else ()))
+        groups = [self._group(range(k * size, (k + 1) * size)) for k in range(count)]
+        shapes = [([(d.ranks, d.host) for d in domains], [r.hosts for r in racks])
+                  for domains, racks in groups]
+        ranks = [r for members, _ in shapes[0][0] for r in members]
         require(f"cannot divide the hosts of topology {self.name!r}",
                 "choose a number that divides the hosts into groups of equal hosts and racks",
                 ("number of groups", count,
-                 self.num_hosts % count == 0 and all(x == parts[0] for x in parts)
-                 and [r for d in parts[0][0] for r in d.ranks] == list(range(size)),
+                 self.num_hosts % count == 0 and all(x == shapes[0] for x in shapes)
+                 and ranks == list(range(size)),
                  f"a divisor of {self.num_hosts} hosts that makes equal groups"))
-        return replace(self, name=f"{self.name}, one of {count} groups", domains=parts[0][0],
-                       racks=parts[0][1])
+        domains, racks = (tuple(_least(x) for x in zip(*parts, strict=True))
+                          for parts in zip(*groups, strict=True))
+        which = "one" if all(x == groups[0] for x in groups) else "slowest hosts"
+        return replace(self, name=f"{self.name}, {which} of {count} groups", domains=domains,
+                       racks=racks)
+
+    def _group(self, ranks: range) -> tuple[tuple[Domain, ...], tuple[Rack, ...]]:
+        """Return the domains that begin at the given ranks, and their racks, numbered from 0."""
+        inside = [d for d in self.domains if d.ranks[0] in ranks]
+        index = {h: k for k, h in enumerate(sorted({d.host for d in inside}))}
+        domains = tuple(replace(d, ranks=tuple(r - ranks.start for r in d.ranks),
+                                host=index[d.host]) for d in inside)
+        racks = tuple(replace(x, hosts=tuple(index[h] for h in x.hosts if h in index))
+                      for x in self.racks if not index.keys().isdisjoint(x.hosts))
+        return domains, racks if len(racks) > 1 else ()
 
     @staticmethod
     def from_toml(path: str | os.PathLike[str]) -> Topology:
@@ -362,3 +376,9 @@ class _File:
     host_gbps: Amount = 0.0
     hosts_share_links: bool = False
     rack: tuple[Rack, ...] = ()
+
+
+def _least(parts: Sequence[_Part]) -> _Part:
+    """Return a domain or rack with the members of the first and the least of every figure."""
+    figures = [x.name for x in fields(parts[0]) if x.name not in ("ranks", "host", "hosts")]
+    return replace(parts[0], **{x: min(getattr(p, x) for p in parts) for x in figures})

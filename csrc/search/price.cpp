@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <system_error>
@@ -25,7 +26,8 @@ using namespace oper::search;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
-constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
+// Shares of a table's lookups between which a class's partial sums are replaced by their chord.
+constexpr double kRanges[] = {0, 1.0 / 64, 1.0 / 16, 1.0 / 4, 1.0 / 2, 1};
 constexpr int64_t kAlone = 30;       // tables x options for which a second thread does not pay off
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };  // OperPricing::mode
@@ -161,12 +163,8 @@ class Pricing {
     double least = begin_type(j) - offset_;
     if (least < room(j)) least = std::max(least, linear(j, must));
     if (least < room(j)) least = std::max(least, merged(j, must));
-    if (must && of_class_.size() == 2 && few_owners(j, of_class_[0]) && few_owners(j, of_class_[1])) {
-      if (least < room(j)) least = std::max(least, two_classes(j, of_class_[0], of_class_[1]));
-    } else if (of_class_.size() > 1) {
-      for (size_t i = 0; i < of_class_.size() && least < room(j); ++i)
-        least = std::max(least, one_class(j, must, of_class_[i]));
-    }
+    for (size_t i = 0; of_class_.size() > 1 && i < of_class_.size() && least < room(j); ++i)
+      least = std::max(least, one_class(j, must, of_class_[i]));
     return least + offset_;
   }
 
@@ -208,11 +206,12 @@ class Pricing {
     return least;
   }
 
-  // Bound with exact partial sums of class `only`, and partial sums of other classes that are linear in
-  // the blocks.
+  // Bound with exact partial sums of class `only`, and lower bounds of those of other classes that are
+  // linear in the blocks. The first is linear for any share of the lookups. For the second, other classes
+  // are replaced by one with the lowest price of any. It has no rows, or a share of the lookups in one of
+  // several ranges: over each of these, concave partial sums are at least their chord.
   double one_class(int64_t j, bool must, int64_t only) {
-    double rest = 0;
-    for (int64_t b = 0; b < n_; ++b) other_[b] = must ? kInfinity : fixed_[b], class_[b] = 0;
+    begin_other(must);
     for (const int64_t m : of_class_) {
       if (m == only) continue;
       const double most = std::min(mass_all_, full_of(j, m));
@@ -220,11 +219,45 @@ class Pricing {
       const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;
       const double* line = &least_sums_[m * n_];
       const bool by_share = share * mass_all_ > std::accumulate(line, line + n_, 0.0);
-      for (int64_t b = 0; b < n_; ++b) {
-        const double cost = pushed_[m * n_ + b] + (by_share ? share * p_.ids[begin_ + b] : line[b]);
-        if (cost < other_[b]) other_[b] = cost, class_[b] = m + 1;
-      }
+      lower_other(m, by_share ? p_.ids + begin_ : line, by_share ? share : 1.0);
     }
+    const double least = beside_other(j, only);
+    if (!(least < room(j))) return least;
+    begin_other(must);
+    double within = must ? all_in(j, only) : beside_other(j, only), price = kInfinity;
+    for (const int64_t m : of_class_)
+      if (m != only) price = std::min(price, price_of(m));
+    for (size_t i = 0; i + 1 < std::size(kRanges) && least < within; ++i) {
+      const double low = kRanges[i], high = kRanges[i + 1], first = sums_at(p_.sums, k_, low);
+      const double slope = (sums_at(p_.sums, k_, high) - first) / (high - low);
+      const double base = price * (first - low * slope);
+      begin_other(must);
+      for (const int64_t m : of_class_)
+        if (m != only) lower_other(m, p_.ids + begin_, price * slope / p_.total_ids[k_]);
+      double below = base;  // without the partial sums of class `only`
+      for (int64_t b = 0; b < n_; ++b) below += std::min(other_[b], pushed_[only * n_ + b]) - fixed_[b];
+      if (below < within) within = std::min(within, base + beside_other(j, only));
+    }
+    return std::max(least, within);
+  }
+
+  // `other_` is the least cost of each block if class `only` does not have it, and `class_` how: begin
+  // with not pushing it.
+  void begin_other(bool must) {
+    for (int64_t b = 0; b < n_; ++b) other_[b] = must ? kInfinity : fixed_[b], class_[b] = 0;
+  }
+
+  // Pushing blocks to class m, with partial sums that cost weight x each[b].
+  void lower_other(int64_t m, const double* each, double weight) {
+    for (int64_t b = 0; b < n_; ++b) {
+      const double cost = pushed_[m * n_ + b] + weight * each[b];
+      if (cost < other_[b]) other_[b] = cost, class_[b] = m + 1;
+    }
+  }
+
+  // Least cost of the table if each block costs `other_` or is in class `only`, with exact partial sums.
+  double beside_other(int64_t j, int64_t only) {
+    double rest = 0;
     for (int64_t b = 0; b < n_; ++b) {
       rest += other_[b] - fixed_[b];
       gain_[b] = std::min(pushed_[only * n_ + b] - other_[b], 1e30);
@@ -235,27 +268,11 @@ class Pricing {
     return rest + least;
   }
 
-  bool few_owners(int64_t j, int64_t m) const { return mass_all_ <= double(kFew) * full_of(j, m); }
-
-  // Bound with exact partial sums of two classes, among which all blocks are divided.
-  double two_classes(int64_t j, int64_t one, int64_t two) {
-    double rest = 0;
-    for (int64_t b = 0; b < n_; ++b) {
-      gain_[b] = pushed_[one * n_ + b] - pushed_[two * n_ + b];
-      rest += pushed_[two * n_ + b] - fixed_[b];
-    }
-    const auto sums = [&](double mass) {
-      const double left = mass_all_ - mass;
-      return (mass > 0 ? sums_cost(j, one, mass) : 0.0) + (left > 0 ? sums_cost(j, two, left) : 0.0);
-    };
-    const auto kinks = [&](double, double, auto visit) {  // all of them; `walk` drops those outside the block
-      for (int64_t i = 1; i <= kFew; ++i)
-        visit(double(i) * full_of(j, one)), visit(mass_all_ - double(i) * full_of(j, two));
-    };
-    const double least = prefixes(sums, kinks, false);
-    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = (i < end_ ? one : two) + 1;
-    keep(j, 0);
-    return rest + least;
+  // Cost of the table if class `only` has all of its blocks.
+  double all_in(int64_t j, int64_t only) const {
+    double cost = sums_cost(j, only, mass_all_);
+    for (int64_t b = 0; b < n_; ++b) cost += pushed_[only * n_ + b] - fixed_[b];
+    return cost;
   }
 
   // `prefixes` of blocks in one class of owners who hold at most `full` ids each.

@@ -13,6 +13,9 @@ for s, ((K - d) b + max(d b, s)) / K is a lower bound. With d = 0 these are p + 
 Numbers take the bits that are given for messages between groups. A row takes at least as many
 bytes in column pieces as it does whole, so that the bound holds with fewer bits, too.
 
+If groups differ in memory or bandwidth, p and b are those of a group of the slowest hosts, see
+`oper.topology.Topology.divided`.
+
 The G with the shortest modelled step is chosen. The smallest of the lower bounds holds for all G
 that were compared.
 """
@@ -57,7 +60,7 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
         `synchronize_bits`. Its `step_us` and `lower_bound_us` exclude synchronization. The note
         ``replica_groups`` lists ``groups`` (their number), ``step_us`` and ``bound_us`` with
         synchronization, and ``synchronization_us``. A warning names numbers of groups that were
-        not compared, because groups would be unequal or constraints do not apply to them.
+        not compared, because groups would have other shapes or constraints do not apply to them.
 
     Raises:
         InvalidInputError: `interval` or `bits` is not valid, or `make` raises this for one group.
@@ -81,7 +84,7 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
         except InvalidInputError as error:
             if count == 1:
                 raise
-            # Unequal groups, or constraints that name ranks outside a group.
+            # Groups of other shapes, or constraints that name ranks outside a group.
             left_out.append(f"{count} groups: {error}")
             continue
         took_us, shared_us, least_us = synchronization_us(plan, topology, (count, every, bits),

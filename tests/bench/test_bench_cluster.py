@@ -129,8 +129,6 @@ def test_replica_groups_behind_a_slow_uplink() -> None:
     work = workload.Workload((20_000, 5_000, 800, 40), 64, 2048, 1)
     found, = _run(ReplicaGroupsCase("groups", Links(4, 200, uplink_mbits=10), work, num_batches=8,
                                     num_stats_batches=8))
-    if len(set(found["measured"]["link_mbits"])) > 1:
-        pytest.skip("other programs ran while links were measured: groups would be unequal")
     assert found["largest_difference"] > 0
     assert set(found["replica_groups"].values()) == {2} and found["ratio_groups"] > 1.2
     assert min(found["ratio_delayed"], found["ratio_rounded"]) > found["ratio_groups"]

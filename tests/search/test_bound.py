@@ -1,5 +1,6 @@
 """Lower bounds: below every plan, equal to a plain formulation, certified by their prices."""
 
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -140,7 +141,7 @@ def test_pricing_returns_only_cheaper_configurations(topology):
 
 # ---- pieces whose owners are of several classes --------------------------------------------------
 
-GRID = np.geomspace(1e-7, 1.0, 4800)
+GRID, ENDS = np.geomspace(1e-7, 1.0, 4800), np.array([0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1])
 
 
 def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray) -> float:
@@ -150,7 +151,7 @@ def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray) -> float:
     costs.blocks = np.stack([share] * 4, axis=-1)[None]
     costs.total, costs.bags, costs.asks = np.ones(1), np.ones(1), np.zeros(1, bool)
     costs.share, costs.of, costs.grid = np.ones(1), np.zeros(1, np.int64), GRID
-    costs.sums = np.minimum(1e6 * GRID, 1.0)[None]
+    costs.sums, costs.at_ends = (np.minimum(1e6 * x, 1.0)[None] for x in (GRID, ENDS))
     costs.model = SimpleNamespace(tiers_ns=lambda _: 0.0)  # type: ignore[assignment]
     most = np.minimum(1.0, mass)
     line = share[:, None] * np.where(mass > 0, 1 / np.maximum(most, 1e-9), 0.0)
@@ -214,20 +215,23 @@ def test_sums_of_full_owners_and_a_partial_one(pieces):
     assert sums(0.7, 0.3) > sums(0.3, 1.0) * 0.7 / 0.3 * 1.01
 
 
-@pytest.mark.parametrize("num_options", [1, 2, 3])
+@pytest.mark.parametrize(("num_options", "long_bags"), [(1, False), (2, False), (2, True),
+                                                        (3, False)])
 @pytest.mark.parametrize("must", [False, True])
-def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
-    """All sets of six blocks and classes, for many tables, compared with the library's bound."""
+def test_no_set_of_blocks_costs_less_than_the_least(num_options, long_bags, must):
+    """All sets of six blocks and classes, for many tables, compared with the library's bound. With
+    long bags an owner of few rows sends nearly as many sums as one of all; classes where sums are
+    cheap are expensive otherwise."""
     num_tables, n, num_points = (300 if num_options > 1 else 6000), 6, 200
     rng = np.random.default_rng(num_options)
     grid = np.geomspace(1e-6, 1.0, num_points)
-    power = rng.uniform(0.15, 1.0, num_tables)
+    power = rng.uniform(*((0.02, 0.1) if long_bags else (0.15, 1.0)), num_tables)
     sums = grid ** power[:, None] * 10.0 ** rng.uniform(-1, 0.5, (num_tables, 1))
     blocks = num_tables * n
     ids = rng.dirichlet(np.full(n, 0.7), num_tables)
     go = rng.uniform(0, 1, (num_options, blocks)) * ids.ravel()
     stay = np.full(blocks, np.inf) if must else ids.ravel() * rng.uniform(0, 3, blocks)
-    mass = rng.uniform(0.05, 0.7, num_tables * num_options)
+    mass = (np.ones if long_bags else partial(rng.uniform, 0.05, 0.7))(num_tables * num_options)
     price = rng.uniform(0.5, 1.0, num_options) * np.linspace(0.8, 1.25, num_tables)[:, None]
     # One tier costs more than the cheapest tiers by about the charge for several tiers.
     one = stay.reshape(num_tables, n).sum(axis=1) * rng.uniform(1.0, 1.3, num_tables)
@@ -236,6 +240,9 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     features = rng.uniform(0, 1, (3, blocks)) * ids.ravel()
     least_sums = rng.uniform(0, 2.0, (num_tables * num_options, 3)) * sums[:, -1].repeat(
         num_options)[:, None]
+    if long_bags:
+        go, least_sums, own = go * np.array([[0.1], [1.0]]), 0.0 * least_sums, 0.0 * own
+        price[:, 0] = 1.15 * price[:, 1]
     states = rng.integers(0, 3, num_tables).astype(np.uint8)
     if must:
         states[states == STILL] = FREE
@@ -291,12 +298,14 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     mine = np.array([cost(k, chosen[k:k + 1])[0] for k in range(num_tables)])
     assert (out["value"] <= least * (1 + 1e-7)).all()
     assert (mine >= least * (1 - 1e-9)).all()
-    assert np.median(out["value"] / least) > 0.95
-    assert np.median(mine / least) < 1.01
-    assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 30
     if not must:  # an arbitrarily small part of a block may be pushed, for the charge alone
         part = stay.reshape(num_tables, n).sum(axis=1) + tiers_pushed
-        assert (out["value"] <= part * (1 + 1e-7))[states != STILL].all()
+        least = np.where(states != STILL, np.minimum(least, part), least)
+        assert (out["value"] <= least * (1 + 1e-7)).all()
+    ratio = out["value"] / least
+    assert np.median(ratio) > 0.98 and np.quantile(ratio, 0.01) > (0.95 if long_bags else 0.87)
+    assert np.median(mine / least) < 1.01
+    assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 30
 
 
 # ---- rows about the owner of the largest piece ---------------------------------------------------

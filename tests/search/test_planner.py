@@ -389,14 +389,26 @@ def test_slow_uplinks_separate_groups(uplink: float, every: int, groups: int) ->
 
 
 def test_numbers_of_groups_that_are_left_out_are_named() -> None:
-    """With a slower link, the hosts of one group differ from those of the others."""
-    topology = racks(0.005)
-    *others, last = topology.domains
-    uneven = replace(topology, domains=(*others, replace(last, cross_gbps=last.cross_gbps / 2)))
-    with pytest.warns(UserWarning, match=r"not compared with 2 groups: cannot divide.*; 4 groups"):
-        plan = make_plan(TABLES, skewed(), uneven, batch_size=BATCH, synchronize_every=16)
+    """Of three hosts, one has more ranks."""
+    topology = Topology.of_domains([0, 1, 2, 2])
+    with pytest.warns(UserWarning, match=r"not compared with 3 groups: cannot divide"):
+        plan = make_plan(TABLES, skewed(), topology, batch_size=BATCH, synchronize_every=16)
     assert plan.replica_groups == 1
     assert [x["groups"] for x in plan.notes["replica_groups"]] == [1]
+
+
+def test_groups_of_unequal_hosts_are_compared() -> None:
+    """With measured links hosts always differ a little."""
+    topology = racks(0.005)
+    *others, last = topology.domains
+    uneven = replace(topology, domains=(*others, replace(last, cross_gbps=last.cross_gbps * 0.9)))
+    equal, found = (make_plan(TABLES, skewed(), x, batch_size=BATCH, synchronize_every=16)
+                    for x in (topology, uneven))
+    assert equal.replica_groups == found.replica_groups == 2
+    assert [x["groups"] for x in found.notes["replica_groups"]] == [1, 2, 4]
+    part = make_problem(TABLES, skewed(), uneven.divided(2), batch_size=BATCH)
+    assert verify_plan(found, part).certified
+    assert found.step_us > equal.step_us
 
 
 @pytest.mark.parametrize(("optimizer", "samples"), [("rowwise_adagrad", 2), ("sgd", 4)])
@@ -498,10 +510,25 @@ def test_divided_topologies() -> None:
         Rack((0,), 1.0), Rack((1,), 1.0))
     with pytest.raises(InvalidInputError, match="a divisor of 4 hosts"):
         topology.divided(3)
-    unequal = replace(topology, domains=(replace(topology.domains[0], cross_gbps=9.0),
-                                         *topology.domains[1:]))
     with pytest.raises(InvalidInputError, match="equal groups"):
-        unequal.divided(2)
+        Topology.of_domains([0, 0, 1, 2, 2, 3]).divided(2).divided(2)
+
+
+def test_groups_that_differ_are_as_slow_as_their_slowest_hosts() -> None:
+    """Of hosts 0 to 3 in two groups, hosts 0 and 2 are at one position, 1 and 3 at the other."""
+    topology = replace(racks(2.0), racks=(Rack((0,), 2.0), Rack((1,), 3.0), Rack((2, 3), 1.0)))
+    with pytest.raises(InvalidInputError, match="equal groups"):
+        topology.divided(2)
+    uplinks = tuple(Rack((k,), x) for k, x in enumerate((2.0, 3.0, 4.0, 1.0)))
+    first, second, third, last = topology.domains
+    uneven = replace(topology, racks=uplinks, domains=(
+        first, replace(second, cross_gbps=0.9, memory_bytes=7), replace(third, cross_gbps=0.4),
+        replace(last, cross_gbps=1.1, read_gbps=3.0)))
+    half = uneven.divided(2)
+    assert half.name.endswith("slowest hosts of 2 groups")
+    assert half.racks == (Rack((0,), 2.0), Rack((1,), 1.0))
+    assert half.domains == (replace(first, cross_gbps=0.4),
+                            replace(second, cross_gbps=0.9, memory_bytes=7, read_gbps=3.0))
 
 
 def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

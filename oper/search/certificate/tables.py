@@ -15,12 +15,15 @@ The best set of pushed blocks with owners of one class is a prefix of the blocks
 stops inside a block where an owner is full, because a concave function has its minimum at an end
 point. Owners of several classes are treated as one class with the largest capacity and the lowest
 price. Further bounds, linear in the rows, follow from the limits on an owner's load, so that each
-block can choose independently. With several classes, bounds in which one class (or both of two) has
-its own capacity and price, and the others are linear, are computed as well. The largest bound is
-used. A shortest path then combines pieces to the table's columns.
+block can choose independently. With several classes, bounds in which one class has its own capacity
+and price, and the others' partial sums are linear, are computed as well: linear for any share of
+the lookups, or, in each of several ranges of that share, by the chord over the range. The largest
+bound is used. A shortest path then combines pieces to the table's columns.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,9 +35,8 @@ from oper.search.problem.statement import IDS
 STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
-#: Partial sums of pieces with owners in two classes are exact for up to this many full owners of
-#: each class; the search has 8.
-_FEW_OWNERS = 9
+#: Shares of a table's lookups between which a class's partial sums are replaced by their chord.
+_RANGES = 0.0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0
 _ROUNDING = 1e-9
 _MASSES = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # at which tangents bound an owner's load
 
@@ -75,6 +77,10 @@ class TableCosts:
         self.grid = np.geomspace(_LEAST_SHARE, 1.0, _POINTS)
         self.sums = np.array([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
                               for t in tables]).reshape(len(tables), _POINTS)
+        #: float64 [T, 6], partial sums at the shares `_RANGES`.
+        ids = self.total[:, None] * _RANGES
+        self.at_ends = np.array([model.partial_bytes(t, t.spec.dim, x) for t, x in zip(
+            tables, ids, strict=True)]).reshape(ids.shape)
         widths = [_widths(t.spec.dim, c) for t, c in zip(tables, self.cut, strict=True)]
         #: int64 [N], table and width of each type of piece that is considered.
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
@@ -369,22 +375,24 @@ class TableCosts:
     def _raise_by_class(self, least: np.ndarray, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
                         price: np.ndarray, mass: np.ndarray, lines: list[np.ndarray]) -> None:
         """Raise lower bounds `least` (float64 [n], without the cost `stay` of all blocks, where it
-        is finite) to those with exact partial sums of one class and linear ones of the others.
+        is finite) to those with exact partial sums of one class, and bounds of those of the others
+        that are linear in the blocks.
 
         `price` (float64 [n, C]) is the price of a byte; other arguments as for `_pushed`.
         """
         share = self.blocks[of, :, IDS] / self.total[of, None]
         totals = [x.sum(axis=1) for x in lines]  # [n, C]
         fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
-        if np.isinf(stay).all():
-            n = np.flatnonzero((mass > 0).sum(axis=1) == 2)  # pieces that two classes may own
-            two = np.argsort(mass[n] <= 0, axis=1, kind="stable")[:, :2]
-            pair = [np.take_along_axis(x[n], two, axis=1) for x in (price, mass)]
-            least[n] = np.maximum(least[n], self._two_classes(
-                of[n], np.take_along_axis(go[n], two[:, None], axis=2), share[n], *pair))
         for c in range(mass.shape[1]):
             others = np.arange(mass.shape[1]) != c
             several = (mass[:, c] > 0) & (mass[:, others] > 0).any(axis=1)
+
+            def beside(n: np.ndarray, rest: np.ndarray, c: int = c) -> np.ndarray:
+                """Bound if blocks cost `rest` [n, B] unless class `c` has them."""
+                return np.asarray(rest.sum(axis=1) - fixed[n] + self._prefixes(
+                    of[n], np.minimum(go[n, :, c] - rest, 1e30), share[n], price[n, c, None],
+                    mass[n, c, None]))
+
             for sums, total in zip(lines, totals, strict=True):
                 # Of lines, those with about the largest total bound best. The search compares
                 # totals of weaker lines, and may choose the proportional share (lines[1]).
@@ -394,35 +402,28 @@ class TableCosts:
                     near = near & (sums != lines[0])[..., others].any(axis=(1, 2))
                 n = np.flatnonzero(near)
                 rest = (go[n] + price[n, None] * sums[n])[..., others].min(axis=2)
-                rest = np.minimum(rest, stay[n])
-                found = rest.sum(axis=1) - fixed[n] + self._prefixes(
-                    of[n], go[n, :, c] - rest, share[n], price[n, c, None], mass[n, c, None])
-                least[n] = np.maximum(least[n], found)
-
-    def _two_classes(self, of: np.ndarray, go: np.ndarray, share: np.ndarray, price: np.ndarray,
-                     mass: np.ndarray) -> np.ndarray:
-        """Lower bound of the cost of pieces whose blocks are all divided among two classes, with
-        partial sums of both that are exact if few owners suffice; float64 [n]. Arguments as for
-        `_raise_by_class`."""
-        # With more capacity, owners send no more, so that this is a bound for any capacity. The
-        # search takes the capacity of the narrowest of several widths, and may thus need few owners
-        # for a width that needs more here.
-        mass = np.maximum(mass, share.sum(axis=1, keepdims=True) / _FEW_OWNERS)
-        gain = go[..., 0] - go[..., 1]
-        n, order = np.arange(len(of))[:, None], np.argsort(
-            gain / np.maximum(share, 1e-300), axis=1, kind="stable")
-        gain, share = gain[n, order], share[n, order]
-        total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
-        # Prefixes of the blocks, and masses in a block at which owners of either class are full.
-        whole, count = end[:, -1:], np.arange(1, _FEW_OWNERS + 1)
-        full = np.clip(np.concatenate([count * mass[:, :1], whole - count * mass[:, 1:]], axis=1),
-                       0.0, whole)
-        b = np.clip((end[:, None] <= full[..., None]).sum(axis=2) - 1, 0, share.shape[1] - 1)
-        inside = total[n, b] + (full - end[n, b]) / np.maximum(share[n, b], 1e-300) * gain[n, b]
-        cost, at = np.concatenate([total, inside], axis=1), np.concatenate([end, full], axis=1)
-        for c, held in enumerate((at, whole - at)):
-            cost = cost + price[:, c, None] * self._owners(of, held, mass[:, c, None])
-        return np.asarray(cost.min(axis=1) + go[..., 1].sum(axis=1))
+                least[n] = np.maximum(least[n], beside(n, np.minimum(rest, stay[n])))
+            # The other classes are merged into one with the lowest price. It has none of the
+            # lookups, or a share within one of `_RANGES`, where sums are at least their chord.
+            n = np.flatnonzero(several)
+            pay = np.where(mass[n] > 0, price[n], np.inf)[:, others].min(axis=1)
+            cheapest = go[n][..., others].min(axis=2)
+            if np.isinf(stay).all():
+                whole = share[n].sum(axis=1, keepdims=True)
+                within = go[n, :, c].sum(axis=1) + price[n, c] * self._owners(
+                    of[n], whole, mass[n, c, None])[:, 0]
+            else:
+                within = beside(n, stay[n])
+            ends = self.at_ends[of[n]].T
+            for k, (low, high) in enumerate(pairwise(_RANGES)):
+                slope = (ends[k + 1] - ends[k]) / (high - low)
+                rest = np.minimum(cheapest + (pay * slope)[:, None] * share[n], stay[n])
+                base = pay * (ends[k] - slope * low)
+                # Without the partial sums of class `c`, to skip ranges that cannot be the cheapest.
+                some = np.minimum(rest, go[n, :, c]).sum(axis=1) + base - fixed[n] < within
+                m = n[some]
+                within[some] = np.minimum(within[some], base[some] + beside(m, rest[some]))
+            least[n] = np.maximum(least[n], within)
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:

@@ -142,11 +142,11 @@ class Node:
         blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
         (a tangent of a concave function separates over blocks, and its minimum over fractional sets
         lies at a vertex), or has a mass at which all owners are full; all of these are tried. With
-        several classes, three bounds are computed: all classes replaced by one with the largest
-        capacity and the lowest price; exact partial sums of one class, and linear ones of the
-        others; exact partial sums of two. Bounds on partial sums that are linear in the blocks
-        (`Fit.least_sums`) are used as well. A type of piece whose first blocks are `Fit.heavy` does
-        not push them.
+        several classes, two bounds are computed: all classes replaced by one with the largest
+        capacity and the lowest price; exact partial sums of one class, and of the others bounds
+        that are linear in the blocks, for any mass or for each of several ranges of it. Bounds on
+        partial sums that are linear in the blocks (`Fit.least_sums`) are used as well. A type of
+        piece whose first blocks are `Fit.heavy` does not push them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]

@@ -29,8 +29,9 @@ from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
 NUM_PIECE_GROUPS = 5  # the first groups of terms; no pushed piece loads the others
 _RATIO = 1.05  # largest ratio of two widths of the same type, if there are more than `_FEW` tables
 _FEW = 30  # tables, up to which every width is a separate type
-_GRID = 600  # shares at which partial sums are tabulated
-_FIRST = 1e-6  # the least of these shares; below it, sums are taken to be proportional
+# Shares at which partial sums are tabulated, all powers of 2 among them, where pricing needs exact
+# values (`kRanges` in csrc/search/price.cpp). Below the least, sums are taken to be proportional.
+_GRID, _FIRST = 20 * 30 + 1, 2.0**-20
 _TANGENTS = 0.0, 0.125, 0.25, 0.5, 0.75, 1.0  # masses at which an owner's least load is tabulated
 _ROUNDING = 1e-9  # relative tolerance within which an owner is full
 _FITS = 32  # results of `Pieces.fit` that are kept: a node and its candidate children have about 7
