@@ -202,7 +202,7 @@ def parts(quick: bool) -> Iterator[Part]:
     def case(verb: str, name: str) -> Part:
         out = WORK / f"{name}.json"
         out.unlink(missing_ok=True)
-        return Part(name, [*bench, verb, "--device", "cuda", *flags, "--only", name, "--json",
+        return Part(name, [*bench, verb, "--device", "cuda", *flags, "--only", name, "--record",
                            str(out)], 150, out)
 
     names = [c.name for c in cases(quick, "lookup")]

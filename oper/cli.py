@@ -21,6 +21,7 @@ from pathlib import Path
 
 from oper import __version__
 from oper.errors import OperError, PlanInfeasibleError, UsageError
+from oper.support.flags import Parser
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the command-line parser; only the subcommand `command` is imported and gets its
     arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="oper",
         description="Place the rows of embedding tables by how often they are looked up; train and "
                     "serve models with them.",
@@ -72,7 +73,8 @@ _plain_format = warnings.formatwarning
 def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,
                     line: str | None = None) -> str:
     """Format warnings raised in this package without source position, others as Python does."""
-    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+    if (category in (UserWarning, DeprecationWarning)
+            and Path(filename).is_relative_to(Path(__file__).parent)):
         return f"oper: {message}\n"
     return _plain_format(message, category, filename, lineno, line)
 
@@ -131,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("oper").setLevel(logging.INFO)
     # Users of the command line do not need the source position of a warning.
     warnings.formatwarning = _format_warning
+    warnings.filterwarnings("default", category=DeprecationWarning, module=r"oper\.")
     try:
         _open_streams()
         args = build_parser(command).parse_args(words)

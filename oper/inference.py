@@ -102,9 +102,9 @@ class Publication(Publisher):
             dense: new dense weights by ``state_dict`` key, with any common prefix; all or none.
             timeout_s: seconds to wait for workers' calls that are under way.
             elements: single elements of dense integer weights to change, for example of a map from
-                keys to rows. By ``state_dict`` key, pairs of indices, int64 [n], and new values,
-                [n]; an index counts values of that dtype from the weight's first byte. A weight
-                named here may be missing from `dense`.
+                keys to rows: by ``state_dict`` key, pairs (indices, int64 [n]; new values, [n]).
+                The weight's memory is taken as a flat array of the values' dtype, which the
+                indices refer to. A weight named here may be missing from `dense`.
 
         Returns:
             The new epoch, two above the last one.

@@ -78,6 +78,18 @@ def test_every_command_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -
     assert f"usage: oper {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [[], *([verb] for verb in cli.COMMANDS), ["bench", "train"]],
+                         ids=" ".join)
+def test_help_breaks_lines_only_at_spaces(words: list[str], monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that is broken at a hyphen cannot be found or copied."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith("-") or len(line) > 80] == []
+
+
 def test_help_lists_all_verbs() -> None:
     done = run_oper("--help")
     assert done.returncode == 0
@@ -129,7 +141,7 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--batch-size", "1e9"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--dim", "0"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--target-gap", "nan"],
-    ["plan", "s", "-o", "p", "--topology", "h100-8", "--time-budget", "-1"],
+    ["plan", "s", "-o", "p", "--topology", "h100-8", "--time-budget", "0"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--seed", "-1"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--allow", "teleported"],
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--latency-bound", "5"],

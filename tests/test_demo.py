@@ -27,7 +27,7 @@ def test_demo_on_a_given_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     log = write_synthetic_log(tmp_path / "clicks.txt.gz",
                               SyntheticLog(6_000, 3, cardinalities, effect=3.0))
     os.unlink(f"{log}.about.json")  # without it, the demo takes the log for real data
-    done = run_here("demo", "--quick", "--data", log, "--out", tmp_path / "out", "--json",
+    done = run_here("demo", "--quick", "--data", log, "--out", tmp_path / "out", "--record",
                     tmp_path / "demo.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "demo.json").read_text())

@@ -26,6 +26,7 @@ import pytest
 from oper import cli
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.support.environment import VARIABLES
+from oper.train.config import TABLE_OPTIMIZERS
 from tests.support import ROOT, run_here
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -294,6 +295,7 @@ def test_generated_pages_are_complete() -> None:
         assert f"| `{name}` |" in pages["reference/environment.md"]
     assert '`[model]` with `name = "cadvae"`' in pages["reference/configuration.md"]
     assert "| `tables_lr` | `0.02` |" in pages["reference/configuration.md"]
+    assert all(f'`"{name}"`' in pages["reference/configuration.md"] for name in TABLE_OPTIMIZERS)
     assert "| `oper_requests_total` | counter |" in pages["reference/metrics.md"]
     assert "::: oper.sharding.shard" in pages["reference/api.md"]
 

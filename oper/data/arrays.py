@@ -12,6 +12,8 @@ import pyarrow as pa
 
 from oper.errors import FileFormatError
 
+_BLOCK_VALUES = 1 << 14  # strings that are converted at a time
+
 
 def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
     """Append columns, arrays [n], to a file as an Arrow stream; returns the position of its first
@@ -108,9 +110,25 @@ def as_numpy(array: pa.Array) -> np.ndarray:
     lengths = np.diff(offsets)
     width = max(1, int(lengths.max(initial=0)))
     table = np.zeros((len(array), width), np.uint8)
-    if len(array):
-        text = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0]:offsets[-1]]
-        rows = np.repeat(np.arange(len(array)), lengths)
-        columns = np.arange(text.size) - np.repeat(offsets[:-1] - offsets[0], lengths)
-        table[rows, columns] = text
+    text = np.frombuffer(array.buffers()[2] or b"", np.uint8)
+    # In blocks, since the positions take several times as much memory as the text.
+    for first in range(0, len(array), _BLOCK_VALUES):
+        some = lengths[first:first + _BLOCK_VALUES]
+        places = places_of(np.arange(first, first + some.size) * width, some)
+        table.reshape(-1)[places] = text[offsets[first]:offsets[first] + places.size]
     return table.reshape(-1).view(f"S{width}")
+
+
+def as_binary(values: np.ndarray) -> pa.ChunkedArray:
+    """Convert fixed-width bytes (kind ``S``) [n] to Arrow binary values [n], the inverse of
+    `as_numpy`."""
+    pieces = []
+    for first in range(0, max(1, values.size), _BLOCK_VALUES):
+        block = np.ascontiguousarray(values[first:first + _BLOCK_VALUES])
+        text = block.view(np.uint8).reshape(block.size, values.dtype.itemsize)
+        lengths = np.char.str_len(block)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        text = text[np.arange(values.dtype.itemsize) < lengths[:, None]]
+        pieces.append(pa.Array.from_buffers(pa.binary(), block.size, [
+            None, pa.py_buffer(offsets), pa.py_buffer(text)]))
+    return pa.chunked_array(pieces)

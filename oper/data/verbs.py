@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a public data set, a recipe file (.toml), or csv or "
-                                       "parquet for your own files")
+    parser.add_argument("recipe", metavar="RECIPE",
+                        help="a public data set such as criteo-kaggle (folders of datasets/), "
+                             "a recipe file (.toml), or csv or parquet for your own files")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
                         help="log files, plain or compressed (gzip, zstd, bzip2), or folders of "
                              "them, in time order; also s3://, gs:// and other stores; a quoted "
@@ -218,7 +219,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
           f"{manifest['bad_rows']['count']:,} malformed")
     if manifest.get("raw_ids"):
         hashed = sum(t["hashed_texts"] for t in tables.values())
-        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of texts")
+        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of strings")
     else:
         _print_tables(manifest)
     if manifest["problems"]:
@@ -230,7 +231,8 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 def _print_tables(manifest: dict[str, Any]) -> None:
     """Print the tables' total rows, and how many values of each column the vocabulary lacks."""
     tables = manifest["tables"]
-    how = f"values seen fewer than {manifest['min_count']} times share row 0"
+    how = ("unseen values share row 0" if manifest["min_count"] == 1 else
+           f"values seen fewer than {manifest['min_count']} times share row 0")
     if "vocabulary" in manifest:
         how = f"vocabulary of {manifest['vocabulary']['path']}"
     elif manifest["hash_rows"] is not None:
@@ -240,8 +242,8 @@ def _print_tables(manifest: dict[str, Any]) -> None:
     print(f"tables: {len(tables)} with {num_rows:,} rows ({how})")
     for name, unseen in manifest.get("unseen", {}).items():
         if unseen["values"]:
-            print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
-                  f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
+            print(f"unseen in {name}: {unseen['values']:,} values, {unseen['accesses']:,} lookups "
+                  f"of the training part ({unseen['share']:.2%})")
 
 
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
@@ -476,9 +478,10 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
-                                         "-rm2 or -rm3, a specification (.toml) or a statistics "
-                                         "file")
+    parser.add_argument("workload", metavar="WORKLOAD",
+                        help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
+                             "deeprecsys-rm2 or deeprecsys-rm3; a specification (.toml); or a "
+                             "statistics file")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file for the statistics of the lookups")
     parser.add_argument("--samples", type=whole(1), default=100_000, metavar="N",
@@ -487,7 +490,8 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
                         help="also write the lookups, as Parquet with one list column per table; "
                              "without labels or manifest, so not for 'oper train' or "
                              "'oper analyze'")
-    parser.add_argument("--seed", type=whole(0), default=1, help="seed of the draws (default 1)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N",
+                        help="seed of the draws (default 1)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

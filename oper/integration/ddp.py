@@ -48,7 +48,7 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DistributedDataParallel objects that contain any of `modules`.
 
     Raises:
-        InvalidInputError: one of these objects has no parameters other than the modules' to train.
+        InvalidInputError: one of these objects trains no parameters except those of `modules`.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return []

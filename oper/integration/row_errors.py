@@ -29,6 +29,9 @@ def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, Tabl
         held: the tables by name, with the dtypes in `source`.
         stats: access statistics.
         error_budget: see `oper.search.precision.choose_dtypes`.
+
+    Returns:
+        The dtypes of each table's ranges of rows, and the expected error.
     """
     errors = {name: _measured(source, keys[name], spec, stats) for name, spec in held.items()}
     return choose_dtypes(list(held.values()), stats, errors, error_budget)

@@ -33,7 +33,7 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         problem = str(error)
     raise FileFormatError(what, "content", problem, "a name (benchmark), two objects (machine, "
                           "versions), and cases with names",
-                          "pass a record written by oper bench --json")
+                          "pass a record written by oper bench --record")
 
 
 def bench_page(value: Mapping[str, Any]) -> str:

@@ -36,11 +36,12 @@ from oper.tables import TableSpec, format_bytes
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
-    parser.add_argument("--split", default="train", help="split of that folder (default train)")
+    parser.add_argument("--split", default="train", metavar="NAME",
+                        help="split of that folder (default train)")
     parser.add_argument("--stats", metavar="STATS",
                         help="statistics for the predicted figures (default: of the folder's "
                              "training part); without --trace, batches are drawn from them")
-    plan_flags.add_machine(parser, required=False)
+    plan_flags.add_machine(parser, "default: the plan's own")
     parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
@@ -49,13 +50,14 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
                         help="tables with row gradients clipped by norm (max_row_norm); '*' = all")
     plan_flags.add_message_bits(parser, "default: the plan's")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
-                        help="dense compute per step, between lookup and backward (default 0)")
+                        help="microseconds of dense compute per step, between lookup and backward "
+                             "pass (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
                         help="batches in flight: ids of up to K - 1 later batches are sorted "
                              "during dense compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--seed", type=whole(0), default=0,
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
                         help="without --trace: seed of the draws (default 0)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 

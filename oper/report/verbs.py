@@ -46,13 +46,15 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in time order")
     sub.add_argument("--plan", metavar="PLAN",
                      help="the plan in use: also model when a new plan pays off")
-    plan_flags.add_machine(sub, required=False)
+    plan_flags.add_machine(sub, "with --plan")
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="with --plan: GB/s at which a rank copies rows to a new plan "
                           "(default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     page = "a page about a plan, and print what 'oper explain' prints"
-    configure_explain(kinds.add_parser("plan", help=page, description=f"Make {page}"))
+    sub = kinds.add_parser("plan", help=page, description=f"Make {page}")
+    verbs.configure_explain(sub)
+    sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -62,9 +64,6 @@ def run_report(args: argparse.Namespace) -> int:
     from oper.support.files import write_text
 
     if args.kind == "plan":
-        if args.html is None:
-            raise UsageError("cannot write a page", "--html", None, "a file to write",
-                             "add --html FILE")
         return run_explain(args)
     if args.kind == "drift":
         text = _drift_page(args)

@@ -306,8 +306,8 @@ class NeedsAcross:
 
     Attributes:
         gathers: whether any rank requests rows from other domains, if owners do not pool.
-        pulls: whether any rank requests rows of pulled tiers from other domains, the only rows
-            requested if owners pool the rows of pushed tiers.
+        pulls: whether any rank requests rows of pulled tiers from other domains. If owners pool the
+            rows of pushed tiers, no other rows are requested.
         refreshes: whether any replica has its master in another domain and must be refreshed.
         shares: whether a rank reads a replica that another rank of its domain holds.
     """

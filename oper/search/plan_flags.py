@@ -40,10 +40,13 @@ def _add_search(group: argparse._ActionsContainer) -> None:
                             "topology, and host memory if rows do not fit without it")
     group.add_argument("--effort", choices=("fast", "thorough"), default="fast",
                        help="effort of the search and of raising the bound (default fast)")
-    group.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
+    group.add_argument("--time-budget", type=number(above=True), metavar="S",
+                       help="seconds after which the best plan so far is written (default: no "
+                            "limit)")
     group.add_argument("--target-gap", type=number(), default=0.01, metavar="X",
                        help="stop when the gap to the bound is at most this (default 0.01)")
-    group.add_argument("--seed", type=whole(0), default=0, help="seed of the search (default 0)")
+    group.add_argument("--seed", type=whole(0), default=0, metavar="N",
+                       help="seed of the search (default 0)")
     group.add_argument("--start", metavar="PLAN",
                        help="start from a plan of the same tables and ranks; the new plan is "
                             "never slower")
@@ -73,8 +76,8 @@ def _add_inference(group: argparse._ActionsContainer) -> None:
                        help="features, separated by commas, that a request names once for all of "
                             "its --candidates; their rows are looked up once")
     group.add_argument("--candidates", type=number(1.0), metavar="N",
-                       help="samples per request, which share its user features; for 'oper "
-                            "serve' at most 64, since it looks rows up again for every 64 samples")
+                       help="samples per request, which share its user features; state at most 64 "
+                            "for 'oper serve', which looks rows up again for every 64 samples")
     group.add_argument("--request-rate", type=number(above=True), metavar="R",
                        help="samples per second, with --latency-bound; chooses the replicas and "
                             "batching that need the least memory")
@@ -89,7 +92,8 @@ def add_overlap(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
                         type=text_for(lambda text: parse_argument([text])),
                         help="microseconds of dense compute (one number, or one per rank separated "
-                             "by commas) that overlap with forward, backward, update or resolve")
+                             "by commas) that overlap with forward, backward, update or resolve; "
+                             "may be repeated")
 
 
 def add_message_bits(parser: argparse._ActionsContainer, what: str) -> None:
@@ -100,10 +104,12 @@ def add_message_bits(parser: argparse._ActionsContainer, what: str) -> None:
                              f"'user=8;item=16,8' (other tables: 32); {what}")
 
 
-def add_machine(parser: argparse._ActionsContainer, required: bool = True) -> None:
-    """Add ``--topology`` and ``--world-size``."""
-    parser.add_argument("--topology", metavar="NAME|FILE", required=required,
-                        help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
+def add_machine(parser: argparse._ActionsContainer, default: str = "") -> None:
+    """Add ``--topology``, which is required unless its `default` is described, and
+    ``--world-size``."""
+    parser.add_argument("--topology", metavar="NAME|FILE", required=not default,
+                        help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file"
+                             + f" ({default})" * bool(default))
     parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
                         help="number of ranks, for this-host (default 2)")
 
@@ -111,8 +117,9 @@ def add_machine(parser: argparse._ActionsContainer, required: bool = True) -> No
 def _add_tables(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--dim", type=whole(1), metavar="D",
                         help="columns of every table (default 64)")
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS),
-                        help="optimizer of every table (default rowwise_adagrad)")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), metavar="NAME",
+                        help="optimizer of every table (default rowwise_adagrad), one of "
+                             + ", ".join(sorted(OPTIMIZERS)))
     parser.add_argument("--dtype", choices=DTYPES,
                         help="type of every table's rows (default float32; int8 and int4 for "
                              "inference)")

@@ -153,8 +153,9 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate the plan with "
                                                  "(default: all rows of a table equally hot)")
     add_overlap(parser)
-    add_machine(parser, required=False)
-    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
+    add_machine(parser, "default: the plan's own")
+    parser.add_argument("--batch-size", type=whole(1), metavar="N",
+                        help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--diff", metavar="OTHER", help="compare with another plan of the same "
                                                         "tables")
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
@@ -213,8 +214,9 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", metavar="STATS", required=True,
                         help="the statistics that the plan was made from")
     add_overlap(parser)
-    add_machine(parser, required=False)
-    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
+    add_machine(parser, "default: the plan's own")
+    parser.add_argument("--batch-size", type=whole(1), metavar="N",
+                        help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 

@@ -398,8 +398,9 @@ class Server:
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
             if time.monotonic() > until:
-                raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
-                                    "all ready by then", "increase start_s")
+                raise DeadlineError("cannot start all workers", "start_s", self.options.start_s,
+                                    "seconds in which all workers become ready",
+                                    "increase start_s")
             self._wait()
             for process in (w.process for w in self._workers):
                 if not process.is_alive():

@@ -20,16 +20,16 @@ _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
 _LIMITS: tuple[tuple[str, Callable[[str], Any], Any, str | None, str], ...] = (
     ("port", whole(0, 65535), 8500, None, "port to listen on; 0 = any free port"),
-    ("workers", whole(1), 2, None, "scoring processes"),
-    ("threads", whole(1), 1, None, "threads of each worker"),
+    ("workers", whole(1), 2, "N", "scoring processes"),
+    ("threads", whole(1), 1, "N", "threads of each worker"),
     ("max-batch", whole(1), 1024, "SAMPLES", "maximum samples per scored batch"),
     ("max-wait-ms", number(), 0, "MS",
-     "longest wait of a request for others while the model is idle"),
+     "milliseconds for which a request waits at most for others while the model is idle"),
     ("max-queued", whole(1), 16_384, "SAMPLES",
      "maximum samples that wait in a worker; further requests get status 503"),
     ("max-bytes", whole(1), 8 << 20, "N", "maximum size of a request, bytes"),
     ("spin-us", number(), 0, "US",
-     "how long an idle worker polls for requests before it sleeps"),
+     "microseconds for which an idle worker polls for requests before it sleeps"),
     ("drain-s", number(), 30, "S", "seconds for requests in flight after SIGTERM"))
 
 
@@ -47,11 +47,11 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         help="type of the tables' rows (default: as trained)")
     parser.add_argument("--error-budget", type=number(above=True), metavar="X",
                         help="instead of --row-dtype: store rows as float16, int8 or int4, "
-                             "hotter rows in wider types, in the fewest bytes whose expected "
-                             "squared error is below this share of the looked-up numbers' "
-                             "squares (1e-4: 1 %% root mean square)")
+                             "hotter rows in wider types, in as few bytes as possible; the "
+                             "expected squared error of rows read, relative to their squares, is "
+                             "at most X (1e-4: an error of 1 %% root mean square)")
     parser.add_argument("--stats", metavar="FILE",
-                        help="access statistics (of 'oper analyze') for --error-budget")
+                        help="access statistics of 'oper analyze', for --error-budget")
     parser.add_argument("--keep-spare", action="store_true",
                         help="keep the second buffer, for new weights, between publications")
     parser.add_argument("--trace", metavar="FILE", default="",

@@ -1,4 +1,4 @@
-"""Types of command-line flags for argparse; an invalid value is a usage error."""
+"""The parser of the command line, and types of its flags; an invalid value is a usage error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from collections.abc import Callable
 from typing import Any
 
 from oper.errors import OperError
-from oper.tables import KEY_EVICTIONS
 
 _MOST = 2**63 - 1  # maximum int64
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with `HelpFormatter`. argparse makes the parsers of commands with the same class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Breaks lines only at spaces, since flags and paths contain hyphens, and prints the help of a
+    command on the line of its name."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        # argparse measures the names of commands without their indent.
+        for sub in self._iter_indented_subactions(action):
+            length = len(self._format_action_invocation(sub)) + self._current_indent
+            self._action_max_length = max(self._action_max_length, length)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap  # needed for help only
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
@@ -52,6 +78,8 @@ KEY_RULES = ("admit_after", "eviction", "half_life", "time_to_live")
 
 def add_key_rules(parser: argparse._ActionsContainer) -> None:
     """Add the flags `KEY_RULES`; all are None by default."""
+    from oper.tables import KEY_EVICTIONS  # slow, and `oper --help` does not need it
+
     parser.add_argument("--admit-after", type=whole(1), metavar="N",
                         help="occurrences after which a key of a dynamic table gets a row "
                              "(default 1)")

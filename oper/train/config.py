@@ -71,7 +71,9 @@ class OptimizerConfig:
     """Optimizers of the tables and of the dense layers.
 
     Attributes:
-        tables: optimizer of the tables, a key of `TABLE_OPTIMIZERS`. With ``sharding="none"`` or
+        tables: optimizer of the tables: ``"rowwise_adagrad"``, ``"sgd"``, ``"adagrad"``,
+            ``"adam"``, ``"partial_rowwise_adam"``, ``"lars_sgd"``, ``"lamb"`` or
+            ``"partial_rowwise_lamb"``. With ``sharding="none"`` or
             ``"torchrec"``, only ``"rowwise_adagrad"`` and ``"sgd"`` are supported, without
             momentum, weight decay and initial accumulator value.
         tables_lr: learning rate of the tables.

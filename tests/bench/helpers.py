@@ -38,7 +38,7 @@ def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], 
     from tests.support import run_here
 
     out = folder / "record.json"
-    done = run_here("bench", *words, "--json", str(out), env=env)
+    done = run_here("bench", *words, "--record", str(out), env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())["cases"], done.stdout
 

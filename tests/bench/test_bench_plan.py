@@ -50,11 +50,11 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_record_and_table(suite, tmp_path, capsys) -> None:
     target = tmp_path / "plan.json"
     assert bench("--only", "*/8/training/*", "--seeds", "3", "--torchrec-seconds", "0",
-                 "--json", str(target)) == 0
+                 "--record", str(target)) == 0
     value = json.loads(target.read_text())
     assert value["command"] == (
         "oper bench plan --only '*/8/training/*' --seeds 3 --constants published "
-        f"--torchrec-seconds 0.0 --prove-seconds 20.0 --json {target}")
+        f"--torchrec-seconds 0.0 --prove-seconds 20.0 --record {target}")
     case, absent = value["cases"]
     assert case["name"] == "published/small/8/training/3" and set(KEYS) <= set(case)
     assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
@@ -96,7 +96,7 @@ def test_totals_are_separate_by_constants_and_objective() -> None:
 def test_seeds_and_measured_machines(suite, tmp_path) -> None:
     target = tmp_path / "plan.json"
     assert bench("--only", "*/small/8/training/*", "--seeds", "4-5", "--constants", "measured",
-                 "--torchrec-seconds", "0", "--prove-seconds", "0", "--json", str(target)) == 0
+                 "--torchrec-seconds", "0", "--prove-seconds", "0", "--record", str(target)) == 0
     value = json.loads(target.read_text())
     assert [c["name"] for c in value["cases"]] == [f"measured/small/8/training/{s}" for s in (4, 5)]
     assert all(c["modelled"] == "measured" for c in value["cases"])
@@ -115,7 +115,7 @@ def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
         suite, tmp_path, capsys, monkeypatch) -> None:
     target, whole = tmp_path / "plan.json", plan.run_case
     words = ("--only", "*/small/[81]*/inference/*", "--torchrec-seconds", "0",
-             "--json", str(target), "--resume", str(target))  # which does not exist yet
+             "--record", str(target), "--resume", str(target))  # which does not exist yet
 
     def fails_at_16(case, *rest):
         if case.num_ranks == 16:
@@ -154,7 +154,7 @@ def test_a_plan_slower_than_a_peers_is_not_verified(suite, monkeypatch, capsys) 
 def test_torchrec_is_a_peer(suite, tmp_path) -> None:
     target = tmp_path / "plan.json"
     assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "10",
-                 "--json", str(target)) == 0
+                 "--record", str(target)) == 0
     case, = json.loads(target.read_text())["cases"]
     theirs = {k: v for k, v in case["peers_step_us"].items() if k.startswith("torchrec: ")}
     assert theirs and case["torchrec"] == "best of its proposers"

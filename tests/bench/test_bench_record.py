@@ -131,16 +131,29 @@ def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> i
 
 def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> None:
     target = tmp_path / "out.json"
-    words = ["train", "--quick", "--only", "ebc-*", "--json", str(target)]
+    words = ["train", "--quick", "--only", "ebc-*", "--record", str(target)]
     assert _run(monkeypatch, words, True) == 0
     assert _run(monkeypatch, words, False) == 1
     value = json.loads(target.read_text())
     assert value["benchmark"] == "train" and len(value["cases"]) == 2
     assert value["command"] == f"oper bench {' '.join(words[:1] + words[2:4] + words[1:2])} " \
-        f"--exchange shared --json {target}".replace("ebc-*", "'ebc-*'")
+        f"--exchange shared --record {target}".replace("ebc-*", "'ebc-*'")
     assert all(c["load_before"] >= 0 and c["load_after"] >= 0 for c in value["cases"])
     out, err = capsys.readouterr()
     assert "ebc-pool1 done" in err and "ebc-pool1 is NOT verified" in out
+
+
+def test_json_prints_the_record(monkeypatch, tmp_path, capsys) -> None:
+    """As for all commands. With a file, as in version 0.1, it is a deprecated ``--record``."""
+    words = ["train", "--quick", "--only", "ebc-*", "--json"]
+    assert _run(monkeypatch, words, True) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["benchmark"] == "train" and value["cases"][0]["name"] == "ebc-pool1"
+    target = tmp_path / "out.json"
+    with pytest.warns(DeprecationWarning, match="use --record .*; version 0.3 will not accept"):
+        assert _run(monkeypatch, [*words, str(target)], True) == 0
+    assert "ebc-pool1" in capsys.readouterr().out
+    assert json.loads(target.read_text())["command"].endswith(f"--record {target}")
 
 
 def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
@@ -172,4 +185,4 @@ def test_peak_memory_is_that_of_the_process_itself() -> None:
 def test_a_record_that_cannot_be_written_is_reported_before_the_run(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verbs, "measured", lambda chosen: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
-        run_command("bench", "train", "--quick", "--json", tmp_path)
+        run_command("bench", "train", "--quick", "--record", tmp_path)

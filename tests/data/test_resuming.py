@@ -440,6 +440,23 @@ def test_disk_estimate_counts_every_id_of_a_bag(
     assert 0.8 * work[0] < need.work_bytes < 2 * work[0]
 
 
+def test_memory_estimate_counts_distinct_strings(tmp_path: Path) -> None:
+    """The peak is measured in a process of its own, in which nothing else is imported."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "log.csv"
+    path.write_text("user,page\n" + "".join(
+        f"{a:032x},{b:032x}\n" for a, b in rng.integers(0, 1 << 62, (400_000, 2)).tolist()))
+    recipe = generic_recipe("csv", Choice(["user", "page"]))
+    need = needs(recipe, plan_units(recipe, [str(path)], None, 1 << 28))
+    program = ("import sys; from oper.bench.core.memory import peak_rss_mb; from oper.cli import "
+               "main; main(['preprocess', 'csv', sys.argv[1], '-o', sys.argv[2], '--sparse', "
+               "'user,page', '--min-count', '1']); print('peak', peak_rss_mb())")
+    done = subprocess.run([sys.executable, "-c", program, str(path), str(tmp_path / "out")],
+                          capture_output=True, text=True, check=True)
+    peak = 1e6 * float(done.stdout.split("peak ")[1])
+    assert 0.95 * peak < need.memory_bytes < 1.6 * peak
+
+
 def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
     """The file size is limited in each phase; without the limit, the same command resumes."""
     program = ("import resource, signal, sys; from oper.data import *; "

@@ -41,7 +41,7 @@ def write(path: Path, times: np.ndarray) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("memory", [merging._MEMORY_BYTES, 5000])
+@pytest.mark.parametrize("memory", [merging.MEMORY_BYTES, 5000])
 def test_a_split_sees_every_minute_of_the_log(tmp_path: Path, memory: int,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of minutes, including those of runs spilled to disk, give the same parts."""

@@ -208,6 +208,29 @@ def test_problems_and_mistakes_are_reported(tmp_path: Path, capsys: pytest.Captu
                     "--dry-run").returncode == 2
 
 
+@pytest.mark.parametrize("kind", ["text", "gzip", "parquet"])
+def test_errors_of_dry_runs_name_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not the copy of its first rows; the line is that of the file."""
+    monkeypatch.chdir(tmp_path)
+    Path("it's mine").mkdir()
+    path = Path("it's mine", f"log.{kind}")
+    bad = "user,stars\n" + "a,1\n" * 5 + "b,maybe\n" + "c,0\n" * 5
+    if kind == "parquet":
+        pq.write_table(pa.table({"user": ["a"] * 6, "stars": ["1"] * 5 + ["maybe"]}), path)
+    else:
+        path.write_bytes(gzip.compress(bad.encode()) if kind == "gzip" else bad.encode())
+    words = ["parquet" if kind == "parquet" else "csv", str(path), "--sparse", "user", "--label",
+             "stars"]
+    messages = []
+    for where in (["--dry-run"], ["-o", "out"]):
+        with pytest.raises((FileFormatError, InvalidInputError), match=r"maybe|stars") as error:
+            run("preprocess", *words, *where)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1] and str(path) in messages[0]
+
+
 def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                           invent: Any, write: Any) -> None:
     folder = tmp_path / "clicks" / "country=de"

@@ -490,7 +490,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "raw" in capsys.readouterr().out
     out, stats = str(tmp_path / "out"), str(tmp_path / "stats")
     assert run("preprocess", *words, "-o", out) == 0
-    assert "raw ids: 4 columns, 2 of them hashes of texts" in capsys.readouterr().out
+    assert "raw ids: 4 columns, 2 of them hashes of strings" in capsys.readouterr().out
     assert run("preprocess", *words, "-o", out) == 0  # the output exists already
     capsys.readouterr()
     assert run("analyze", out, "-o", stats, "--capacity", "9") == 0

@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,26 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
     return {name: np.array(t) for name, t in taken.items()}
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--record``, a file for the record, and ``--json``; see `settle_flags`."""
+    parser.add_argument("--record", metavar="F", help="also write the record (JSON) to this file")
+    parser.add_argument("--json", nargs="?", const=True, metavar="F",
+                        help="print the record as JSON instead of a report (with F, deprecated: "
+                             "the same as --record F)")
+
+
+def settle_flags(args: argparse.Namespace) -> None:
+    """Replace ``--json F``, as in version 0.1, by ``--record F``, with a DeprecationWarning."""
+    if isinstance(args.json, str):
+        warnings.warn(f"--json {args.json}: use --record {args.json} instead; version 0.3 will not "
+                      "accept a file for --json", DeprecationWarning, stacklevel=2)
+        args.record, args.json = args.record or args.json, None
+
+
 def command_line(args: argparse.Namespace, *words: str) -> list[str]:
-    """Words of a command line: `words`, then the options that `args` sets, ``--json`` last."""
+    """Words of a command line: `words`, then the options that `args` sets, ``--record`` last."""
     found = list(words)
-    for name, value in sorted(vars(args).items(), key=lambda item: item[0] == "json"):
+    for name, value in sorted(vars(args).items(), key=lambda item: item[0] == "record"):
         if name in ("command", "benchmark") or value is None or value is False or value == "":
             continue
         found.append(f"--{name.replace('_', '-')}")

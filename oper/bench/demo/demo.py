@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import sys
 import tempfile
@@ -37,14 +38,16 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
                         help=f"rows of the synthetic log (default {_ROWS:,})")
     parser.add_argument("--out", metavar="DIR", help="output folder (default: a new temporary "
                         "folder)")
-    parser.add_argument("--json", metavar="F", help="also write the figures to this file")
+    record.add_flags(parser)
     parser.add_argument("--quick", action="store_true",
                         help="use a small log and few steps, to check that it runs")
-    parser.add_argument("--seed", type=whole(0), default=1, help="random seed (default 1)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N",
+                        help="random seed (default 1)")
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; returns 1 if OPER's results differ from the unsharded model's, otherwise 0."""
+    record.settle_flags(args)
     if args.rows is not None and args.data:
         raise UsageError("cannot run the demo", "--rows", args.rows,
                          "no value with --data, whose log has a fixed number of rows",
@@ -54,9 +57,9 @@ def run_demo(args: argparse.Namespace) -> int:
     made = demo(args, folder)
     found = made | record.record("demo", record.command_line(args, "oper", "demo"), [], load_before)
     record.write(folder / "demo.json", found)
-    if args.json:
-        record.write(args.json, found)
-    print(page(found), end="")
+    if args.record:
+        record.write(args.record, found)
+    print(json.dumps(found) if args.json else page(found).rstrip("\n"))
     return 0 if found["verified"] else 1
 
 

@@ -31,7 +31,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Equally likely values."""
+    """A choice among `values`, which are equally likely."""
 
     values: tuple[Any, ...]
 

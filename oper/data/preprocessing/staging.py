@@ -256,8 +256,15 @@ def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
         pending.append(rows)
         lines += rows.num_lines
         if lines >= size:
-            yield concat(pending)
-            pending, lines = [], 0
+            yield _emptied(pending)
+            lines = 0
     if pending:
-        yield concat(pending)
+        yield _emptied(pending)
+
+
+def _emptied(pending: list[Rows]) -> Rows:
+    """Concatenate pieces and drop them, so that they take no memory while the chunk is written."""
+    chunk = concat(pending)
+    pending.clear()
+    return chunk
 

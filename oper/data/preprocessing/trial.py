@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from oper.data.reading.lines import Unit, read_blocks
 from oper.data.reading.readers import open_parquet
 from oper.data.reading.text import parse_options, unified
 from oper.data.recipe import Column, Layout, Recipe
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 
 ROWS = 10_000
 _BLOCK_BYTES = 1 << 17
@@ -55,8 +57,9 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
         logger, level = logging.getLogger(job.__name__), logging.getLogger(job.__name__).level
         logger.setLevel(logging.WARNING)  # the needs of the copies are irrelevant
         try:
-            manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
-                options, num_workers=1, num_ray_workers=0, show_progress=False))
+            with _naming({c: path for (c, _), path in zip(copies, paths, strict=False)}):
+                manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
+                    options, num_workers=1, num_ray_workers=0, show_progress=False))
         finally:
             logger.setLevel(level)
         layout = layouts[paths[0]]
@@ -70,6 +73,22 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
         return {**{n: manifest[n] for n in ("rows", "bad_rows", "split", "tables", "problems")},
                 "layout": layout.name, "columns": columns,
                 "plan": asdict(needs(recipe, units, options.id_bytes))}
+
+
+@contextlib.contextmanager
+def _naming(originals: dict[str, str]) -> Iterator[None]:
+    """Name the user's files instead of their copies in the errors of a block.
+
+    Args:
+        originals: path of each copy -> path of the file.
+    """
+    try:
+        yield
+    except OperError as error:
+        text = str(error)
+        for copy, path in originals.items():  # as they are, and as `repr` writes them
+            text = text.replace(copy, path).replace(repr(copy)[1:-1], repr(path)[1:-1])
+        raise type(error)(text) from error
 
 
 def describe_columns(path: str, layout: Layout) -> dict[str, dict[str, Any]]:

@@ -101,8 +101,8 @@ class WorkFolder:
             self._remove()
 
     def clean(self) -> None:
-        """Remove what a process of this job has left that was killed after the output was in place,
-        if the folder of the output can be written."""
+        """Remove what an earlier process of this job left behind because it was killed just after
+        it had moved the output to its place; does nothing if the output's folder is read-only."""
         if self._lock.exists() or self.path.exists() or self._waste():
             with contextlib.suppress(OSError), self.exclusive():
                 about = self._about()

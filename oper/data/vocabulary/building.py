@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper.data.arrays import as_binary
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
 from oper.support.counts import merge_counts
@@ -204,7 +205,7 @@ def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, in
             kind = pa.from_numpy_dtype(values.dtype)
             break
         try:
-            kind = pa.array(values.tolist(), pa.binary()).cast(pa.string()).type
+            kind = as_binary(values).cast(pa.string()).type
         except pa.ArrowInvalid:
             kind = pa.binary()
             break
@@ -216,8 +217,7 @@ def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, in
                                         schema=schema))
         for values, ids, counts in parts():
             if values.size:
-                raw = (pa.array(values.tolist(), pa.binary()) if values.dtype.kind == "S"
-                       else pa.array(values))
+                raw = as_binary(values) if values.dtype.kind == "S" else pa.array(values)
                 writer.write_table(pa.table([raw.cast(kind), ids, counts], schema=schema))
 
 

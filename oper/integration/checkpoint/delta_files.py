@@ -355,8 +355,9 @@ def keys_of_part(arrays: Mapping[str, np.ndarray], k: int, num_records: int
     n = slots.size
     if [x.dtype.str for x in (slots, keys, seen)] != ["<u4", "<i8", "<u4"] or (
             keys.shape != (n,) or seen.shape != (n, 2) or (n and int(slots.max()) >= num_records)):
-        raise ValueError(f"records {slots.dtype} {slots.shape}, {keys.dtype} {keys.shape}, "
-                         f"{seen.dtype} {seen.shape}, for {num_records}")
+        raise ValueError(f"slots {slots.dtype} {slots.shape}, keys {keys.dtype} {keys.shape} and "
+                         f"counts {seen.dtype} {seen.shape} do not describe changed records of a "
+                         f"directory with {num_records} records")
     seen = seen.astype(np.int64)
     seen[seen[:, 1] == _NO_CLOCK, 1] = -1
     return (torch.from_numpy(slots.astype(np.int64)),

@@ -36,8 +36,9 @@ class TableRows:
         dtype: dtype of the values.
         chunk_rows: rows per chunk.
         source: the value that `load_state_dict` has accepted for loading, or None.
-        version: tensor whose version counter updates of the rows must increment; None once
-            `oper.integration.table_tensor` has arranged this, or if it is not needed.
+        version: tensor whose version counter every update of the rows must increment, by which
+            autograd notices the update; None if `oper.integration.table_tensor` has arranged this,
+            or if it is not needed.
         views: the views of a weight that are in use, by their ``id``; None for other handles.
     """
 

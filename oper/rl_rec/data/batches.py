@@ -108,7 +108,13 @@ def training_histories(data: Interactions, users: np.ndarray) -> Histories:
 
 
 def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> Histories:
-    """Return the interactions ``offsets[u]:stop`` of `users` int64 [B]; `stop` int64 [B]."""
+    """Return the interactions of each user from the first one up to a position.
+
+    Args:
+        data: all interactions, user by user.
+        users: int64 [B].
+        stop: int64 [B], positions in `data` after each user's last interaction to return.
+    """
     rows, lengths = data.rows_between(data.offsets[users], stop)
     return Histories(*map(torch.from_numpy, (users, data.items[rows], data.rewards[rows], lengths)),
                      **_rest(data, rows))

@@ -79,8 +79,8 @@ class CDT4RecConfig(SequenceConfig):
     Attributes:
         user_dim: columns of the user table; 0 = no user table.
         heads: attention heads of the backbone.
-        state: summary h_t of earlier items, see `oper.rl_rec.models.state.ItemState`; ``"mean"``
-            covers at most `window` items.
+        state: summary h_t of earlier items. ``"mean"``: mean row of the last `window` items;
+            ``"last"``: row of the last item; ``"gru"``, ``"transformer"``: output of such a layer.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
         tied: whether the input table is also the output table, E^O = E.
         reward_weight: weight of the reward loss; 0 = the reward head is not trained.

@@ -78,7 +78,8 @@ class Groups:
         mine = (self.behaviour * same).sum(1)
         if not (mine > 0).all():
             raise InvalidInputError("cannot estimate a policy",
-                                    f"behaviour of the group in row {int(np.argmin(mine))}", 0.0,
+                                    "behaviour policy's probability of the logged action's group, "
+                                    f"row {int(np.argmin(mine))}", 0.0,
                                     "> 0", "pass the policy that logged the rows")
         return (target * same).sum(1) / mine
 

@@ -340,7 +340,8 @@ class CostModel:
         return self.training and t.spec.optimizer in ROW_WISE
 
     def sends_squares(self, t: TableProblem) -> bool:
-        """Whether they send them in messages; ranks of one memory domain read each other's."""
+        """Whether these owners send the sums in messages, because ranks are in several memory
+        domains; within one domain they read each other's."""
         return self.exchanges_squares(t) and bool((self.machine.num_domain
                                                    < self.machine.world_size).any())
 

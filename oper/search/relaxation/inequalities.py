@@ -59,9 +59,11 @@ class Inequality:
 
 
 class OwnerInequalities:
-    """The O inequalities about the owner of the largest piece, as rows; none if nothing is pushed.
+    """Inequalities about the owner of the largest pushed piece: O further resource rows.
 
-    If ranks are unequal, the owner is assumed to read as fast as the fastest rank.
+    Each states that consumption by all blocks is at most the weighted sum of the phases' lengths.
+    O is 0 if nothing is pushed. If ranks are unequal, the owner is assumed to read as fast as the
+    fastest rank.
 
     Args:
         rows: the resource rows; the indices of these rows follow theirs.
@@ -72,7 +74,7 @@ class OwnerInequalities:
     Attributes:
         inequalities: the rows.
         phase_of: int64 [O], phase of each row; -2 for SPREAD rows, which may exceed their phase.
-        weight: float64 [O, P]; a row is at most the sum over phases of weight x length.
+        weight: float64 [O, P], factor of each phase's length in the limit of each row.
         base: float64 [O], consumption by every plan.
         unit: float64 [C, 23, O], consumption by a unit of each load-vector row, spread over a
             class.

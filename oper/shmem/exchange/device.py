@@ -94,10 +94,11 @@ class DeviceExchange(Exchange):
     Attributes:
         remote: ranks of other domains, ascending.
         rank, device: this rank, and its device.
-        order, of_key, dims: indices of the column pieces in the plan, their directories, and their
-            numbers of columns (int64 [T]), in the order of keys.
-        num_refreshed: int64 [W, T], number of changed master rows received in the last step, by
-            owner and by table in the order of keys.
+        order: indices of the plan's column pieces, sorted by key.
+        of_key: directories of the column pieces, in that order.
+        dims: int64 [T], numbers of columns of the pieces, in that order.
+        num_refreshed: int64 [W, T], number of changed master rows that each owner sent in the last
+            step, by column piece in that order.
 
     Raises:
         InvalidInputError: `bits` has 8 or 4, or ranks have different `bits`.

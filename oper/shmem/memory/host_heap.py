@@ -265,7 +265,8 @@ def _exchange_descriptors(
             received[peer] = list(fds)
             if data != b"oper" or not fds:
                 raise OperError("cannot attach to a peer's arena", "rank", peer,
-                                "a message with descriptors", "look at that rank's log")
+                                "one that sends the descriptors of its memory",
+                                "look at that rank's log")
     except BaseException:
         for fds in received.values():
             for fd in fds:

@@ -305,7 +305,8 @@ class Reader:
         with self.pinned() as epoch:
             magic, version, written, _ = self._header(epoch & 1)
         if (magic, version, written) != (MAGIC, VERSION, epoch):
-            raise ValueError(f"header {magic!r} {version} {written}")
+            raise ValueError(f"header with magic number {magic!r}, version {version} and epoch "
+                             f"{written}, expected {MAGIC!r}, {VERSION} and {epoch}")
 
     # ---- epochs ----------------------------------------------------------------------------------
 

@@ -83,12 +83,12 @@ class CaDVAEConfig(ModelConfig):
     """Configuration of CaD-VAE; symbols are those of the module docstring.
 
     Attributes:
-        num_concepts: K.
+        num_concepts: K, number of concepts.
         hidden: H, columns of the encoder's table.
         dim: d, columns per concept.
         layer: ``"linear"`` or ``"nonlinear"`` structural layer.
         similarity: similarity of a concept's z and an item's row, ``"cosine"`` or ``"dot"``.
-        temperature: tau.
+        temperature: tau, by which similarities are divided before a softmax.
         concepts: source of c. ``"clusters"``: clusters of items that the same users like;
             ``"axes"``: clusters that join both ends of a taste dimension; ``"learned"``: softmax
             over k of cos(W_out[i], m_k) / tau with prototypes m [K, d] (MacridVAE).
@@ -249,7 +249,13 @@ class CaDVAE(Recommender):
 
     def infer(self, lengths: torch.Tensor, items: torch.Tensor, concepts: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute mean and log variance of eps, [B, K, d] each; `concepts`: c of items, [L, K]."""
+        """Compute mean and log variance of eps, float32 [B, K, d] each.
+
+        Args:
+            lengths: int64 [B], number of items of each user.
+            items: int64 [L], the users' items one after the other.
+            concepts: float32 [L, K], c of these items.
+        """
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, concepts.T * weights)
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)

@@ -87,7 +87,8 @@ class ItemRows(nn.Module):
         return KeyedJaggedTensor(["item_out"], items, stride=samples, lengths=lengths)
 
     def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
-        """Look up items int64 [n]; returns rows float32 [n, d]."""
+        """Look up items int64 [n], as one batch of `samples` samples; returns rows float32 [n, d].
+        """
         return self.rows(self.lookups(items, samples))["item_out"].values()
 
 
