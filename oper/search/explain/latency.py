@@ -106,8 +106,7 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
 
     Raises:
         PlanInfeasibleError: the bound cannot be met with the given memory and rate; the message
-            names the smallest bound possible at this rate and the largest rate possible with this
-            bound.
+            names a bound that is met at this rate and the largest rate possible with this bound.
     """
     specs = list(tables)
 
