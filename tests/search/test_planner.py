@@ -384,10 +384,12 @@ def test_one_domain_needs_one_copy() -> None:
 
 @pytest.mark.usefixtures("short")
 def test_infeasible_bound_names_remedies() -> None:
-    with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as refused:
-        plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))
-    bound = float(str(refused.value).split("a bound of ")[1].split(" ms")[0])
-    plan_latency(SERVED, stats(), topology(2), LatencyGoal(1000, bound, max_batch=8))
+    for ranks, goal in ((2, LatencyGoal(1000, 0.001, max_batch=8)),
+                        (1, LatencyGoal(350, 0.0613, (50.0, 2.0), max_batch=16))):
+        with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as refused:
+            plan_latency(SERVED, stats(), topology(ranks), goal)
+        bound = float(str(refused.value).split("a bound of ")[1].split(" ms")[0])
+        plan_latency(SERVED, stats(), topology(ranks), replace(goal, bound_ms=bound))
     with pytest.raises(PlanInfeasibleError, match="samples per second") as refused:
         plan_latency(SERVED, stats(), topology(2), LatencyGoal(1e9, 3.0, max_batch=1024))
     rate = str(refused.value).split("change: ")[1].split(" samples")[0]
