@@ -200,7 +200,8 @@ def test_tables_follow_the_group_to_which_they_are_moved() -> None:
         {"lr": 0.1}, {"lr": 0.1, "params": []}, {"lr": 0.1, "tables": None},
         {"lr": 0.1, "tables": [1]}, {"lr": 0.1, "tables": ["first"]})),
     *((lambda groups, lr=lr: [groups[0] | {"lr": lr}], r"lr of tables \['first', 'second'\]")
-      for lr in (float("nan"), -0.1, float("inf"), None, torch.ones(2)))])
+      for lr in (float("nan"), -0.1, float("inf"), None, torch.ones(2))),
+    (lambda groups: [groups[0] | {"weight_decay": 0.5}], "weight_decay of table 'first'")])
 def test_invalid_groups_of_parameters_are_an_error_on_all_ranks(spoiled: Any, words: str) -> None:
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))

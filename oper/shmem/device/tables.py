@@ -291,14 +291,13 @@ class DeviceTables(ShardedTables):
         their deadline."""
         if not self._refuses_alone:
             return
-        rates = [group["lr"] for group in self.param_groups]
+        groups = self.param_groups
+        # Not used; this rank may refuse because of invalid ones.
+        self.param_groups = [{"lr": 0.0, "tables": tuple(self.optimizers or ())}]
         try:
-            for group in self.param_groups:
-                group["lr"] = 0.0  # not used; this rank may refuse because of an invalid one
             super().step(self._refused_pass())
         finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
+            self.param_groups = groups
 
     @property
     def _refuses_alone(self) -> bool:
