@@ -52,7 +52,7 @@ class Pricing {
     for (int64_t m = 0; m < M && p_.pushes[k] != kStill; ++m)
       num_types = std::max(num_types, p_.first[k * M + m + 1] - p_.first[k * M + m]);
     kinds_.assign(2 * num_types, Kind{});
-    gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
+    gain_.resize(n_);
     const double still = p_.pushes[k] > kStill ? kInfinity : still_cost(1.0);
     // Only configurations cheaper than the known one are searched for; for most prices there is none.
     const double known = p_.known[k];
@@ -199,7 +199,7 @@ class Pricing {
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));
     cheapest_classes(false);
     const double least = full_prefixes(full, price, must);
-    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? class_[order_[i]] : 0;
+    for (int64_t b = 0; b < n_; ++b) found_[b] = prefixes_.has(b) ? class_[b] : 0;
     keep(j, 0);
     for (const int64_t m : of_class_)
       if (of_class_.size() > 1) keep(j, m + 1);
@@ -263,7 +263,7 @@ class Pricing {
       gain_[b] = std::min(pushed_[only * n_ + b] - other_[b], 1e30);
     }
     const double least = full_prefixes(full_of(j, only), price_of(only), false);
-    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? only + 1 : class_[order_[i]];
+    for (int64_t b = 0; b < n_; ++b) found_[b] = prefixes_.has(b) ? only + 1 : class_[b];
     keep(j, 0);
     return rest + least;
   }
@@ -275,7 +275,7 @@ class Pricing {
     return cost;
   }
 
-  // `prefixes` of blocks in one class of owners who hold at most `full` ids each.
+  // Least cost of a set of blocks in one class of owners who hold at most `full` ids each; `prefixes_` has it.
   double full_prefixes(double full, double price, bool all) {
     const auto sums = [&](double mass) { return mass > 0 ? price * sums_of(full, mass) : 0.0; };
     const auto kinks = [&](double low, double high, auto visit) {
@@ -284,23 +284,7 @@ class Pricing {
       visit(std::min(last, full * (std::floor(low / full) + 1)));
       visit(last);
     };
-    return prefixes(sums, kinks, all);
-  }
-
-  // Least cost of a set of blocks with partial sums `sums(mass)`, which is concave between the masses
-  // that `kinks` visits. The best set is a prefix of the blocks in the order of their cost of pushing per
-  // id, or has one of these masses. The empty prefix stands for an arbitrarily small part of a block,
-  // which pays the fixed charge. Sets `end_` to the length of the cheapest prefix (n if `all`).
-  template <class Sums, class Kinks>
-  double prefixes(Sums sums, Kinks kinks, bool all) {
-    double cheapest = kInfinity, least = kInfinity;
-    end_ = n_;
-    walk(sums, kinks, [&](int64_t count, double found) {
-      if (all && count < n_) return;
-      least = std::min(least, found);
-      if (count >= 0 && found < cheapest) cheapest = found, end_ = count;
-    });
-    return least;
+    return prefixes_.least(&gain_[0], p_.ids + begin_, n_, all, sums, kinks);
   }
 
   // Absolute tolerance of a set's cost.
@@ -398,30 +382,6 @@ class Pricing {
   // The largest multiple of `full` below `ids`.
   static double full_before(double full, double ids) {
     return full * std::floor(ids / full * (1 - kRounding));
-  }
-
-  // Order the blocks by gain per id and call `look(count, cost)` for each prefix, and with count -1 for
-  // the masses inside a block that `kinks` visits.
-  template <class Sums, class Kinks, class Look>
-  void walk(Sums sums, Kinks kinks, Look look) {
-    const double* ids = p_.ids + begin_;
-    for (int64_t b = 0; b < n_; ++b) {
-      order_[b] = int(b);
-      slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
-    }
-    std::stable_sort(order_.begin(), order_.end(),
-                     [&](int a, int b) { return slope_[a] < slope_[b]; });
-    double mass = 0, total = 0;
-    for (int64_t count = 0; count <= n_; ++count) {
-      look(count, total + sums(mass));
-      if (count == n_) break;
-      const int b = order_[count];
-      kinks(mass, mass + ids[b], [&](double at) {
-        if (at > mass && at < mass + ids[b])
-          look(-1, total + gain_[b] * (at - mass) / ids[b] + sums(at));
-      });
-      mass += ids[b], total += gain_[b];
-    }
   }
 
   // The cheapest way to make up a table's columns from pieces, each with the width of some type and its
@@ -527,7 +487,6 @@ class Pricing {
   }
   OperPricing& p_;
   int64_t k_ = 0, begin_ = 0, n_ = 0;  // a table, and its blocks
-  int64_t end_ = 0;            // length of the cheapest prefix found
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
   int64_t best_kind_ = -1;  // -1: nothing is pushed
@@ -536,11 +495,11 @@ class Pricing {
   Mode mode_ = kAllPushed;
   static constexpr int64_t kIsPushed = 1, kLanes = 2;
   int64_t lane_ = 0;
-  std::vector<double> gain_, slope_, fixed_, other_, pushed_, least_sums_;
+  Prefixes prefixes_;
+  std::vector<double> gain_, fixed_, other_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
   std::vector<Step> steps_;
   std::vector<std::pair<double, int64_t>> by_width_, types_;
-  std::vector<int> order_;
   std::vector<int64_t> chosen_, class_, found_, of_class_;
 };
 

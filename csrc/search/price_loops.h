@@ -3,7 +3,10 @@
 
 #include "common/clones.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <vector>
 
 namespace oper::search {
 
@@ -60,5 +63,51 @@ static OPER_CLONES void picked(const int64_t* found, int64_t which, const double
   *total = *mass = *sums = 0;
   for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
 }
+
+// Finds the cheapest set of pushed blocks, whose partial sums are concave in its mass.
+class Prefixes {
+ public:
+  // Least cost of a set of blocks with the costs `gain` and partial sums `sums(mass)`, which is concave
+  // between the masses that `kinks(low, high, visit)` visits. The best set is a prefix of the blocks in the
+  // order of their cost of pushing per id, or has one of these masses. The empty prefix stands for an
+  // arbitrarily small part of a block, which pays the fixed charge. If `all`, only the set of all blocks
+  // counts.
+  template <class Sums, class Kinks>
+  double least(const double* gain, const double* ids, int64_t n, bool all, Sums sums, Kinks kinks) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    order_.resize(n), slope_.resize(n), has_.assign(n, false);
+    for (int64_t b = 0; b < n; ++b) {
+      order_[b] = int(b);
+      slope_[b] = ids[b] > 0 ? gain[b] / ids[b] : gain[b] < 0 ? -kInfinity : kInfinity;
+    }
+    std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return slope_[a] < slope_[b]; });
+    double mass = 0, total = 0, cheapest = kInfinity, least = kInfinity;
+    int64_t length = n;  // of the cheapest prefix
+    for (int64_t count = 0; count <= n; ++count) {
+      if (!all || count == n) {
+        const double cost = total + sums(mass);
+        least = std::min(least, cost);
+        if (cost < cheapest) cheapest = cost, length = count;
+      }
+      if (count == n) break;
+      const int b = order_[count];
+      kinks(mass, mass + ids[b], [&](double at) {  // inside the block
+        if (!all && at > mass && at < mass + ids[b])
+          least = std::min(least, total + gain[b] * (at - mass) / ids[b] + sums(at));
+      });
+      mass += ids[b], total += gain[b];
+    }
+    for (int64_t i = 0; i < length; ++i) has_[order_[i]] = true;
+    return least;
+  }
+
+  // Whether the cheapest prefix found has a block.
+  bool has(int64_t block) const { return has_[block]; }
+
+ private:
+  std::vector<int> order_;
+  std::vector<double> slope_;
+  std::vector<bool> has_;
+};
 
 }  // namespace oper::search
