@@ -205,34 +205,6 @@ def test_outputs_of_a_refused_batch_without_pooling_are_zero() -> None:
     tables.close()
 
 
-@pytest.mark.parametrize("setting, value", [("lr", -1.0), ("weight_decay", 0.5), ("tables", ())])
-def test_a_rank_with_invalid_groups_of_parameters(setting: str, value: Any) -> None:
-    """It refuses its batch by an update with groups that are valid."""
-    steps = rs.make_steps(CASE, 2, 3)
-    plan = uniform_plan(CASE.tables, 2, "striped")
-
-    def body(group: ThreadGroup, refuses: bool) -> list[torch.Tensor]:
-        tables: Any = rs.open_tables(CASE, plan, group, SGD(lr=1.0))
-        for step, batches in enumerate(steps):
-            if step != 1:
-                train(tables, batches[group.rank])
-            elif refuses:
-                kept = dict(tables.param_groups[0])
-                if group.rank:
-                    tables.param_groups[0][setting] = value
-                with pytest.raises(InvalidInputError if group.rank else PeerLostError):
-                    train(tables, batches[group.rank])
-                    tables.synchronize()
-                tables.param_groups[:] = [kept]
-        rows = [tables.read(name) for name in tables.specs]
-        tables.barrier()
-        tables.close()
-        return rows
-
-    rs.assert_bitwise(rs.run_ranks(2, lambda group: body(group, True)),
-                      rs.run_ranks(2, lambda group: body(group, False)), "rows")
-
-
 def test_ranks_with_other_learning_rates() -> None:
     steps = rs.make_steps(CASE, 2, 3)
     plan = uniform_plan(CASE.tables, 2, "striped")
