@@ -142,14 +142,7 @@ def shard(
     """
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
     from oper.integration.keys.managed_collision import managed_tables, share_maps
-    from oper.integration.targets import (
-        build,
-        describe,
-        find_targets,
-        name_tables,
-        refuse_calls,
-        typed,
-    )
+    from oper.integration.targets import build, describe, find_targets, name_tables, typed
     from oper.shmem.group.agreement import check_same_arguments
     from oper.shmem.group.groups import default_group
     from oper.shmem.replica_groups.groups import split
@@ -254,7 +247,6 @@ def shard(
             return new
         parent, _, child = target.path.rpartition(".")
         setattr(module.get_submodule(parent), child, new)
-        refuse_calls(target)
     for wrapper in wrappers:
         rebuild(wrapper)
     return module

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError
 from oper.tables import TableSpec, plan_names
@@ -389,23 +389,6 @@ def replacement(target: Target, tables: Any) -> nn.Module:
             target.module, tables, target.specs[0].name)
     _keep_hooks(target.module, new)
     return new
-
-
-def refuse_calls(target: Target) -> None:
-    """Make calls of a module that was replaced within its model raise InvalidInputError.
-
-    A model that also keeps it in a list of its own would go on to use it, and nothing would train
-    it.
-    """
-    path = target.path
-
-    def forward(*_: Any, **__: Any) -> NoReturn:
-        raise InvalidInputError(
-            "cannot call a module that oper.shard has replaced", "module", path,
-            "the sharded module", f"take it from the model at every call, "
-            f"model.get_submodule({path!r}); keep modules in nn.ModuleList, not in a list")
-
-    target.module.forward = forward
 
 
 def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGroups,

@@ -315,27 +315,6 @@ def test_tied_tables_of_a_collection_are_named() -> None:
         shard(model)
 
 
-class Listed(nn.Module):
-    """Keeps its embeddings in a list of its own, besides registering them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = [bag(), collection()]
-        for k, module in enumerate(self.embeddings):
-            self.add_module(f"embedding_{k}", module)
-
-
-def test_modules_that_were_replaced_cannot_be_called() -> None:
-    model = shard(Listed())
-    for k, inputs in enumerate((IDS[None], kjt(IDS))):
-        with pytest.raises(InvalidInputError, match=rf"has replaced.*embedding_{k}.*ModuleList"):
-            model.embeddings[k](inputs)
-        assert getattr(model, f"embedding_{k}")(inputs) is not None
-    plain = bag()
-    sharded = shard(plain)  # a module of its own remains as it is
-    assert torch.equal(sharded(IDS[None]), plain(IDS[None]))
-
-
 class Mirror(nn.Module):
     """Has a buffer that shares the table's memory."""
 
