@@ -315,6 +315,13 @@ def test_tied_tables_of_a_collection_are_named() -> None:
         shard(model)
 
 
+def test_the_same_embeddings_can_be_sharded_in_two_models() -> None:
+    plain = bag()
+    first, second = (shard(nn.ModuleList([plain])) for _ in range(2))
+    assert torch.equal(first[0](IDS[None]), plain(IDS[None]))
+    assert torch.equal(second[0](IDS[None]), plain(IDS[None]))
+
+
 class Mirror(nn.Module):
     """Has a buffer that shares the table's memory."""
 
