@@ -161,9 +161,10 @@ class Pricing {
   double least_of(int64_t j) {
     const bool must = mode_ == kAllPushed;
     double least = begin_type(j) - offset_;
-    if (least < room(j)) least = std::max(least, linear(j, must));
-    if (least < room(j)) least = std::max(least, merged(j, must));
-    for (size_t i = 0; of_class_.size() > 1 && i < of_class_.size() && least < room(j); ++i)
+    if (least < cutoff(j)) least = std::max(least, linear(j, must));
+    if (least < cutoff(j)) least = std::max(least, merged(j, must));
+    if (of_class_.size() == 1) return least + offset_;
+    for (size_t i = 0; i < of_class_.size() && least < cutoff(j); ++i)
       least = std::max(least, one_class(j, must, of_class_[i]));
     return least + offset_;
   }
@@ -222,7 +223,7 @@ class Pricing {
       lower_other(m, by_share ? p_.ids + begin_ : line, by_share ? share : 1.0);
     }
     const double least = beside_other(j, only);
-    if (!(least < room(j))) return least;
+    if (!(least < cutoff(j))) return least;
     begin_other(must);
     double within = must ? all_in(j, only) : beside_other(j, only), price = kInfinity;
     for (const int64_t m : of_class_)
@@ -291,7 +292,8 @@ class Pricing {
   double close() const {
     return p_.close * (std::abs(rest_) + (std::isfinite(limit_) ? std::abs(limit_) : 0.0));
   }
-  double room(int64_t j) const { return known_of(j) - offset_; }
+  // Cost, without `offset_`, from which a set is of no use.
+  double cutoff(int64_t j) const { return known_of(j) - offset_; }
   double known_of(int64_t j) const { return std::min(limit_, kinds_[kind_of(j, mode_)].cost); }
 
   // Set the unit costs of type j; returns a simple lower bound of the cost in such pieces.

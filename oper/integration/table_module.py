@@ -79,8 +79,7 @@ class TableModule(nn.Module):
     def __init__(self, tables: ShardedTables, name: str, trains: bool) -> None:
         nn.Module.__init__(self)
         self._name = name
-        self._parameters = FixedParameters(
-            weight=TableParameter(tables, name, trains))
+        self._parameters = FixedParameters(weight=TableParameter(tables, name, trains))
         self.num_embeddings, self.embedding_dim = self.weight.shape
         skip_in_fully_shard(self)
 

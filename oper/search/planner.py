@@ -301,10 +301,13 @@ def _searched(problem: Problem, start: Plan | None, budget: Effort, target_gap: 
     except PlanInfeasibleError:
         if problem.fallback:
             return _searched(problem.with_fallback(), start, budget, target_gap, seed)
-        if start is None or not _is_allowed(start, evaluate(start, problem), problem):
+        if start is None:
             raise
-    parts, step_us = subspaces(problem, budget.deadline), evaluate(start, problem).step_us
-    return problem, _made(start.tables, problem, step_us, parts), _proof(parts)
+        found = evaluate(start, problem)
+        if not _is_allowed(start, found, problem):
+            raise
+    parts = subspaces(problem, budget.deadline)
+    return problem, _made(start.tables, problem, found.step_us, parts), _proof(parts)
 
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:

@@ -25,6 +25,15 @@ from tests.world_support import run_world
 
 IDS = torch.tensor([1, 2, 3, 4])
 
+
+def on_ranks(world_size: int, program: Callable[[int, int], None]) -> None:
+    """Run a program in this process, or in one process per rank."""
+    if world_size == 1:
+        program(0, 1)
+    else:
+        run_world(world_size, program, env={"OPER_DEADLINE_S": "20"})
+
+
 # ---- weights -------------------------------------------------------------------------------------
 
 
@@ -120,10 +129,7 @@ def _written_state(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_of_a_state_dict_that_are_written(world_size: int) -> None:
-    if world_size == 1:
-        _written_state(0, 1)
-    else:
-        run_world(2, _written_state, env={"OPER_DEADLINE_S": "20"})
+    on_ranks(world_size, _written_state)
 
 
 def _averaged(rank: int, world_size: int) -> None:
@@ -459,10 +465,7 @@ def _load_states(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizer_states_of_another_table(world_size: int) -> None:
-    if world_size == 1:
-        _load_states(0, 1)
-    else:
-        run_world(2, _load_states, env={"OPER_DEADLINE_S": "20"})
+    on_ranks(world_size, _load_states)
 
 
 def test_a_saved_step_below_zero() -> None:

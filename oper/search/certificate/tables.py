@@ -77,8 +77,8 @@ class TableCosts:
         self.grid = np.geomspace(_LEAST_SHARE, 1.0, _POINTS)
         self.sums = np.array([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
                               for t in tables]).reshape(len(tables), _POINTS)
-        #: float64 [T, 6], partial sums at the shares `_RANGES`.
         ids = self.total[:, None] * _RANGES
+        #: float64 [T, 6], partial sums at the shares `_RANGES`.
         self.at_ends = np.array([model.partial_bytes(t, t.spec.dim, x) for t, x in zip(
             tables, ids, strict=True)]).reshape(ids.shape)
         widths = [_widths(t.spec.dim, c) for t, c in zip(tables, self.cut, strict=True)]
