@@ -69,7 +69,9 @@ def run_simulate(args: argparse.Namespace) -> int:
         raise UsageError("nothing to replay", "--trace, --stats", None,
                          "a preprocessed folder, or statistics to draw batches from",
                          "pass --trace DIR or --stats FILE")
-    plan, problem = verbs.stated(args, _statistics(args))
+    stats = _statistics(args)
+    plan, problem = verbs.stated(args, stats)
+    verbs.check_order(args.plan, plan, problem, stats)
     if args.message_bits is not None:
         bits = MessageBits.from_text(args.message_bits)
         bits.check_for(t.table for t in plan.tables)

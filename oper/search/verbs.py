@@ -180,7 +180,7 @@ def explain(args: argparse.Namespace) -> tuple[Plan, Problem]:
     compared = None
     if args.diff is not None:
         other = Plan.load(args.diff)
-        _check_order(args.diff, other, problem, _stats(args))
+        check_order(args.diff, other, problem, _stats(args))
         found = plan_diff.diff(plan, other, problem)
         print(json.dumps({"plan": args.plan, "other": args.diff, **found}) if args.json
               else plan_diff.as_text(found, (args.plan, args.diff)).rstrip("\n"))
@@ -261,7 +261,7 @@ def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
 
     stats = _stats(args)
     plan, problem = stated(args, stats)
-    _check_order(args.plan, plan, problem, stats)
+    check_order(args.plan, plan, problem, stats)
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
     priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
@@ -273,7 +273,7 @@ def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     return tighten_bound(priced, problem, max_work=0), problem
 
 
-def _check_order(path: str, plan: Plan, problem: Problem, stats: AccessStats | None) -> None:
+def check_order(path: str, plan: Plan, problem: Problem, stats: AccessStats | None) -> None:
     """Raise an OperError unless the plan is for the problem's tables and, as the cost model assumes
     of a plan with a hotness order, its hottest rows are those of the statistics, in their order."""
     plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)

@@ -282,6 +282,10 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
         oper.load_checkpoint(tmp_path / "other", small)
     with pytest.raises(OperError, match=r"Missing key.*dense"):
         oper.load_checkpoint(tmp_path / "other", sharded(1, 0))
+    larger = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Linear(8, 1))
+    oper.save_checkpoint(tmp_path / "larger", larger)
+    with pytest.raises(InvalidInputError, match=r"the model lacks=\['1.bias', '1.weight'\]"):
+        oper.load_checkpoint(tmp_path / "larger", small)
     assert_bitwise(small.state_dict()["0.weight"], before, "unchanged")
 
 

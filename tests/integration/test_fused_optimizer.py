@@ -294,6 +294,16 @@ def test_autograd_grad_updates_nothing() -> None:
     assert torch.equal(rows(model), before)
 
 
+def test_an_assigned_gradient_is_not_ignored() -> None:
+    model = shard(collection())
+    weight = model.embedding_bags["a"].weight
+    weight.grad = torch.ones(weight.shape)
+    with pytest.raises(InvalidInputError, match=r"weight.grad=\['a'\], expected none"):
+        model.fused_optimizer.step()
+    model.fused_optimizer.zero_grad()
+    model.fused_optimizer.step()
+
+
 def test_assigned_state_keeps_the_dtype() -> None:
     for model, key in ((shard(bag()), "weight"), (shard(collection()), "embedding_bags.a.weight")):
         state = model.state_dict()

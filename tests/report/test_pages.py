@@ -540,3 +540,13 @@ def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> Non
         capsys.readouterr()
         assert cli.main(["simulate", *words]) == 1, words
         assert text in capsys.readouterr().err
+
+
+def test_predictions_need_the_hotness_order_of_the_plan(made: Path, tmp_path: Path, capsys) -> None:
+    plan, hottest = Plan.load(made / "two.json"), AccessStats.load(made / "stats.npz").tables["C3"]
+    words = ["simulate", str(tmp_path / "p.json"), "--stats", str(made / "stats.npz")]
+    for order, status in ((hottest.head_ids[:8], 0), (hottest.head_ids[7::-1], 1)):
+        replace(plan, tables=tuple(replace(t, head_ids=order) if t.table.name == "C3" else t
+                                   for t in plan.tables)).save(tmp_path / "p.json")
+        assert cli.main(words) == status
+    assert "another hotness order in the statistics=['C3']" in capsys.readouterr().err

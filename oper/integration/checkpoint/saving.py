@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,7 +138,8 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         ``extra`` as it was saved; {} if there was none.
 
     Raises:
-        InvalidInputError: there is no checkpoint, or it is of another model.
+        InvalidInputError: there is no checkpoint, or it is of another model: values are missing,
+            have another shape, or have no place in `model`.
         FileFormatError: a file is damaged; the tables are unchanged. Or the deltas are intact, but
             do not fit the checkpoint; the tables then contain a mixture of old and new rows.
         OperError: a rank could not read; the tables then contain a mixture of old and new rows.
@@ -456,7 +457,9 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
                 keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
                 if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)}, labels)
         reader.set_up_storage_reader(metadata, ranks.first)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        plan = planner.create_local_plan()
+        _check_complete(metadata, planner.mappings)
+        return reader.prepare_local_plan(plan)
 
     plans = reader.prepare_global_plan(planner.create_global_plan(ranks.step(local_plan)))
     plan = planner.finish_plan(plans[ranks.rank])
@@ -466,6 +469,16 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
         restore_numbers(state)
 
     ranks.step(read)
+
+
+def _check_complete(metadata: Metadata, wanted: Container[str]) -> None:
+    """Raise InvalidInputError if a checkpoint has values of a model, such as tables, that are not
+    `wanted`: torch would leave them out without a word."""
+    left = sorted(name.removeprefix("model.") for name in metadata.state_dict_metadata
+                  if name.startswith("model.") and name not in wanted)
+    require("cannot load a checkpoint", "load it into the model that was saved; to load only a "
+            "part, call torch.distributed.checkpoint.load with a state dict of that part",
+            ("saved values that the model lacks", left[:8], not left, "none"))
 
 
 def _stored_extra(metadata: Metadata) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torchrec.optim.fused import FusedOptimizer
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, require
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
@@ -125,11 +125,22 @@ class TableOptimizer(FusedOptimizer):
         self._tables.flush_replicas()
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: the backward pass has already updated the tables."""
+        """Do nothing: the backward pass has already updated the tables.
+
+        Raises:
+            InvalidInputError: a program has assigned ``weight.grad``, which updates would not use.
+        """
+        found = [table for table, x in self._weights.items() if x.grad is not None]
+        require("cannot update tables", "subtract it yourself, weight.data -= lr * gradient, or "
+                "step a torch optimizer of these weights; then set weight.grad to None",
+                ("tables with an assigned weight.grad", found[:8], not found,
+                 "none, since gradients of lookups are applied in the backward pass"))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drop gradients accumulated under `oper.no_sync`; no other gradients are stored."""
+        """Drop gradients: accumulated under `oper.no_sync`, or assigned to ``weight.grad``."""
         self._tables.drop_gradients()
+        for x in self._weights.values():
+            x.grad = None
 
 
 def _refuse_states(errors: Sequence[str]) -> NoReturn:
