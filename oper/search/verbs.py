@@ -161,8 +161,8 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
                         metavar="CHANGE",
                         help="evaluate this plan and a new plan after a change of memory, link, "
-                             "cross (between hosts), read, host-memory, host-link or batch, e.g. "
-                             "memory=+10%% or link=x2; may be repeated")
+                             "cross (between hosts), uplink (of racks), read, host-memory, "
+                             "host-link or batch, e.g. memory=+10%% or link=x2; may be repeated")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 

@@ -34,7 +34,7 @@ from oper.search.problem.presets import topology_preset
 from oper.search.problem.statement import with_overlap
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
-from oper.topology import Costs, Domain, Topology
+from oper.topology import Costs, Domain, Rack, Topology
 from tests.support import check_page, read_trace, run_command
 
 BROWSER = next(filter(None, map(shutil.which, (
@@ -394,6 +394,11 @@ def test_changes_scale_the_quantity_that_they_name() -> None:
     assert (d.read_gbps, d.cache_gbps, d.link_gbps, d.cross_gbps) == (4000.0, 8000.0, 100.0, 50.0)
     assert made.source == "assumed" and made.name == "mine memory=+10% read=x2 cross=-50%"
     assert changed_problem(base, 1000, [parse_change("batch=7")]) == (base, 7)
+    with pytest.raises(InvalidInputError, match=r"'uplink=x2'.*that the topology states"):
+        changed_problem(base, 1000, [parse_change("uplink=x2")])
+    racks = replace(base, racks=(Rack(tuple(sorted({d.host for d in base.domains})), 10.0),))
+    made, _ = changed_problem(racks, 1000, [parse_change("uplink=x2")])
+    assert made.racks[0].uplink_gbps == 20.0 and made.domains == base.domains
 
 
 @pytest.mark.parametrize("text", ["memory", "memory=10", "memory=+x%", "speed=+10%", "link=-100%",

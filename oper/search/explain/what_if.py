@@ -15,9 +15,9 @@ from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
 
-# Fields of a topology or of its domains that each quantity is about.
+# Fields of a topology, of its domains or of its racks that each quantity is about.
 _FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
-           "link": ("link_gbps",), "cross": ("cross_gbps",),
+           "link": ("link_gbps",), "cross": ("cross_gbps",), "uplink": ("uplink_gbps",),
            "host-memory": ("host_memory_bytes",), "host-link": ("host_gbps",)}
 NAMES = (*_FIELDS, "batch")
 _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
@@ -63,19 +63,27 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
 
     The constants of a changed topology have the source ``assumed``, because they are no longer
     measured or published values.
+
+    Raises:
+        InvalidInputError: the topology has no such quantity, such as uplinks of racks.
     """
     for change in changes:
         if change.name == "batch":
             batch_size = change.value or max(1, round(batch_size * change.factor))
             continue
-        topology = replace(
-            _scaled(topology, change), name=f"{topology.name} {change.text}", source="assumed",
-            domains=tuple(_scaled(d, change) for d in topology.domains))
+        changed = replace(_scaled(topology, change),
+                          domains=tuple(_scaled(d, change) for d in topology.domains),
+                          racks=tuple(_scaled(r, change) for r in topology.racks))
+        require("cannot change the problem", "leave this change out, or state the quantity in a "
+                "topology file", ("what-if", change.text, changed != topology or change.factor == 1,
+                                  "a quantity that the topology states"))
+        topology = replace(changed, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
 
 
 def _scaled(of: Any, change: Change) -> Any:
-    """Return a topology, or a domain, with its fields of a change multiplied by the factor."""
+    """Return a topology, a domain or a rack with its fields of a change multiplied by the factor.
+    """
     new = {n: getattr(of, n) * change.factor for n in _FIELDS[change.name] if hasattr(of, n)}
     return replace(of, **{n: int(x) if n.endswith("_bytes") else x for n, x in new.items()})
 
