@@ -140,6 +140,8 @@ def shard(
         >>> sharded(torch.tensor([[1, 2]])).shape
         torch.Size([1, 8])
     """
+    import torch
+
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
     from oper.integration.keys.managed_collision import managed_tables, share_maps
     from oper.integration.targets import build, describe, find_targets, name_tables, typed
@@ -155,6 +157,11 @@ def shard(
             ("message_variance", message_variance, bits is None or message_variance is None,
              "None, if message_bits is given"))
     check_environment("cannot shard")
+    default = torch.get_default_device()
+    require("cannot shard", "call torch.set_default_device('cpu'), for training as well, and name "
+            "the device where your own tensors are made", (
+                "torch's default device", str(default), default.type == "cpu",
+                "cpu, where tables keep their buffers"))
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     if replica_groups is None:

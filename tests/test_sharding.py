@@ -284,6 +284,15 @@ def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str
         oper.shard(module, **{"optimizer": SGD, **arguments})
 
 
+def test_another_default_device_is_refused() -> None:
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(InvalidInputError, match=r"default device='meta', expected cpu"):
+            oper.shard(bag(), optimizer=SGD)
+    finally:
+        torch.set_default_device(None)
+
+
 def test_a_forked_child_reads_and_changes_nothing() -> None:
     """A child has its parent's arenas, so it would write to the parent's rows."""
     sharded = oper.shard(bag(), plan=plan(("weight", 20, 4)), optimizer=SGD)
