@@ -276,11 +276,14 @@ def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
     assert seen > 5 and (name == "hosts" or tight > 0.5 * seen)
 
 
+# Costs of owners of pushed rows.
+OWNERS = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
+
+
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
 def test_no_owner_of_a_heavy_row_keeps_the_limits(name):
     """Each owner has one of the hottest rows, and random others."""
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(2, name, costs=costs)))
+    relaxation = Relaxation(CostModel(stated(2, name, costs=OWNERS)))
     pieces, rng, seen, kept = relaxation.pieces, np.random.default_rng(2), 0, 0
     classes = range(len(relaxation.classes.ranks))
     for k, t in enumerate(relaxation.tables):
@@ -321,8 +324,7 @@ def test_a_heavy_row_is_pushed_in_narrower_pieces():
 @pytest.mark.parametrize("seed", range(4))
 def test_owners_within_limits_send_at_least_least_sums(seed, name):
     """Rows are assigned at random to owners whose loads stay within the limits."""
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(seed, name, costs=costs)))
+    relaxation = Relaxation(CostModel(stated(seed, name, costs=OWNERS)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
     seen = 0
     for k, t in enumerate(relaxation.tables):
@@ -353,8 +355,7 @@ def test_owners_within_limits_send_at_least_least_sums(seed, name):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_implied_loads_are_lower_bounds(seed):
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(seed, "hosts", costs=costs)))
+    relaxation = Relaxation(CostModel(stated(seed, "hosts", costs=OWNERS)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
     for k, t in enumerate(relaxation.tables):
         for width, _ in pieces.widths[k]:

@@ -34,7 +34,7 @@ from oper.search.rounding.search import EFFORTS, Effort
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Domain, Rack, Topology
-from tests.search.search_cases import gpus, host, problem, tables_and_stats
+from tests.search.search_cases import gpus, host, problem, racked, tables_and_stats
 
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
@@ -420,8 +420,7 @@ def skewed() -> AccessStats:
 
 def racks(uplink_gbps: float) -> Topology:
     """Four hosts in two racks."""
-    return replace(Topology.of_domains([0, 1, 2, 3]),
-                   racks=(Rack((0, 1), uplink_gbps), Rack((2, 3), uplink_gbps)))
+    return racked(Topology.of_domains([0, 1, 2, 3]), uplink_gbps, uplink_gbps)
 
 
 @pytest.mark.parametrize(("uplink", "every", "groups"), [(0.005, 16, 2), (10.0, 1, 1)])
