@@ -40,8 +40,6 @@ def trained(rank: int, world_size: int, plan: int, folder: str, last: int = STEP
     with DeltaCheckpoints(f"{folder}/run", model, optimizer, memory_bytes=20_000) as saver:
         for step in range(1, last + 1):
             train(model, rank, world_size, range(step, step + 1))
-            with torch.no_grad():
-                model.dense.bias += step
             if (step - 1) % every == 0:
                 (saver.save if step > 1 else saver.save_full)(step)
                 oper.save_checkpoint(f"{folder}/{step}", model, optimizer)
