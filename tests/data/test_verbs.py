@@ -17,7 +17,7 @@ from oper.data import PreprocessOptions, load_recipe, preprocess, verbs
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.stats import AccessStats
-from tests.data.loader_support import decoded
+from tests.data.loader_support import decoded, invent, made, train_log
 from tests.support import ROOT, run_here
 
 
@@ -27,11 +27,10 @@ def run(verb: str, *words: str) -> int:
     return int(getattr(verbs, f"run_{verb}")(parser.parse_args(words)))
 
 
-def test_preprocess_and_analyze(tmp_path: Path, invent: Any, write: Any,
-                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_and_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = invent(140)
     rows[3][1] = "?"
-    path = str(write(tmp_path / "train.txt", rows))
+    path = train_log(tmp_path, rows)
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
     assert run("preprocess", "criteo-kaggle", path, "-o", out, "--max-bad", "1") == 0
     text = capsys.readouterr()
@@ -51,9 +50,8 @@ def test_a_recipe_names_its_columns_itself(tmp_path: Path, words: list[str]) -> 
         run("preprocess", "criteo-kaggle", "log", "-o", str(tmp_path / "out"), *words)
 
 
-def test_json_is_one_object_on_stdout(tmp_path: Path, invent: Any, write: Any,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "train.txt", invent(70)))
+def test_json_is_one_object_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = train_log(tmp_path, 70)
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
     run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
         "--valid", "0.1", "--max-rows", "20")
@@ -66,15 +64,14 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, invent: Any, write: Any,
     assert summary["num_accesses"] == 63 * 26
 
 
-def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: Any,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_of_counts_and_of_parts(tmp_path: Path) -> None:
     counts = tmp_path / "counts.csv"
     counts.write_text("field,value,count\nsite,a,70\nsite,b,20\n")
     stats = str(tmp_path / "c.stats")
     assert run("analyze", str(counts), "-o", stats, "--counts", "--samples", "100", "--cut", "10",
                "--rows", "site=5") == 0
     assert AccessStats.load(stats).tables["site"].num_touched_rows == 5
-    path = str(write(tmp_path / "train.txt", invent(140)))
+    path = train_log(tmp_path, 140)
     for k in range(2):
         run("preprocess", "criteo-kaggle", path, "-o", str(tmp_path / f"out{k}"))
         run("analyze", str(tmp_path / f"out{k}"), "-o", str(tmp_path / f"{k}.stats"))
@@ -92,8 +89,6 @@ def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: A
 
 
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import pyarrow.parquet as pq
-
     spec = tmp_path / "w.toml"
     spec.write_text('name = "two"\ndays = 2\n[[table]]\nname = "t"\nrows = 50\nlength = 3\n')
     stats = str(tmp_path / "w.stats")
@@ -231,16 +226,15 @@ def test_errors_of_dry_runs_name_the_users_file(
     assert messages[0] == messages[1] and str(path) in messages[0]
 
 
-def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                          invent: Any, write: Any) -> None:
+def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                          ) -> None:
     folder = tmp_path / "clicks" / "country=de"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"user": list(range(300)), "tags": [[1, 2]] * 300}),
                    folder / "part.parquet")
     found = dry_run(capsys, "parquet", str(tmp_path / "clicks"), "--sparse", "user,tags,country")
     assert found["tables"]["country"]["num_rows"] == 2 and found["tables"]["tags"]["num_rows"] == 3
-    log = str(write(tmp_path / "train.txt", invent(140)))
-    assert run("preprocess", "criteo-kaggle", log, "--dry-run") == 0
+    assert run("preprocess", "criteo-kaggle", train_log(tmp_path, 140), "--dry-run") == 0
     text = capsys.readouterr().out
     assert "C26" in text and "hex32" in text and "of the first rows 120 train" in text
 
@@ -359,10 +353,9 @@ def test_the_documented_recipe(tmp_path: Path) -> None:
     (tmp_path / "ratings.toml").write_text(
         page.split('```toml title="ratings.toml"\n')[1].split("```")[0])
     (tmp_path / "items.csv").write_text('id,price,tags\nA,3,"x|y"\nB,,\n')
-    (tmp_path / "log.csv").write_text("user,item,rating,age,when\n" + "".join(
-        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)))
-    manifest = preprocess(load_recipe(str(tmp_path / "ratings.toml")), [str(tmp_path / "log.csv")],
-                          tmp_path / "out")
+    manifest = made(tmp_path, "user,item,rating,age,when\n" + "".join(
+        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)),
+        load_recipe(str(tmp_path / "ratings.toml")))
     assert manifest["problems"] == [] and sum(manifest["rows"].values()) == 500
     assert manifest["tables"]["tags"]["num_rows"] == 3
     assert manifest["tables"]["age"]["num_rows"] == 5

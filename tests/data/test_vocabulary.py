@@ -28,7 +28,7 @@ from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.rl_rec.data.interactions import load_interactions
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
-from tests.data.loader_support import encoded, ids_of, parquet_bytes
+from tests.data.loader_support import encoded, ids_of, made, parquet_bytes
 from tests.data.test_verbs import run
 from tests.references import hash_of
 from tests.support import counts_by
@@ -134,48 +134,35 @@ def test_new_rows_follow_the_old_ones(days: Days, tmp_path: Path) -> None:
 
 
 def test_a_missing_field_that_comes_later(tmp_path: Path) -> None:
-    recipe = generic_recipe("csv", Choice(["n"]))
-    (tmp_path / "a.csv").write_text("n\n" + "x\ny\n" * 9)
-    (tmp_path / "b.csv").write_text("n\n" + 'x\n""\n' * 9)
-    for name, options in (("a", {}), ("b", {"vocabulary": tmp_path / "A"})):
-        preprocess(recipe, [str(tmp_path / f"{name}.csv")], tmp_path / name.upper(),
-                   PreprocessOptions(valid="0", **options))
+    first, second = "n\n" + "x\ny\n" * 9, "n\n" + 'x\n""\n' * 9
+    made(tmp_path, first, Choice(["n"]), "A", valid="0")
+    made(tmp_path, second, Choice(["n"]), "B", valid="0", vocabulary=tmp_path / "A")
     assert set(encoded(tmp_path / "B", "n")) == {0, 1}
     extend(tmp_path / "A", [tmp_path / "B"], tmp_path / "V")
     assert ids_of(tmp_path / "V", "n") == {"x": 1, "y": 2, None: 3}
-    preprocess(recipe, [str(tmp_path / "b.csv")], tmp_path / "C",
-               PreprocessOptions(valid="0", vocabulary=tmp_path / "V"))
+    made(tmp_path, second, Choice(["n"]), "C", valid="0", vocabulary=tmp_path / "V")
     assert encoded(tmp_path / "C", "n") == [1, 3] * 9
 
 
 def test_strings_that_are_not_utf8_keep_their_rows(tmp_path: Path) -> None:
-    recipe = generic_recipe("csv", Choice(["n"]))
-    (tmp_path / "a.csv").write_bytes(b"n\n" + b"\xff\n\\xff\nab\n" * 5)
     for name, options in (("A", {}), ("B", {"vocabulary": tmp_path / "A"})):
-        preprocess(recipe, [str(tmp_path / "a.csv")], tmp_path / name,
-                   PreprocessOptions(valid="0", **options))
+        made(tmp_path, b"n\n" + b"\xff\n\\xff\nab\n" * 5, Choice(["n"]), name, valid="0", **options)
     assert encoded(tmp_path / "A", "n") == encoded(tmp_path / "B", "n")
     assert len(set(encoded(tmp_path / "A", "n"))) == 3
 
 
 def test_hashed_columns_and_integers(tmp_path: Path) -> None:
-    recipe = generic_recipe("parquet", Choice(["n"]))
-    pq.write_table(pa.table({"n": pa.array([5, 7, 7, -3] * 4)}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"n": pa.array([7, 9, 9] * 4, pa.int32())}), tmp_path / "b.parquet")
     for kind in ({"hash_rows": 50}, {}):
-        out = tmp_path / f"A{len(kind)}"
-        preprocess(recipe, [str(tmp_path / "a.parquet")], out,
-                   PreprocessOptions(valid="0", **kind))
-        manifest = preprocess(recipe, [str(tmp_path / "b.parquet")], tmp_path / f"B{len(kind)}",
-                              PreprocessOptions(valid="0", vocabulary=out))
+        made(tmp_path, {"n": [5, 7, 7, -3] * 4}, Choice(["n"]), f"A{len(kind)}", valid="0", **kind)
+        manifest = made(tmp_path, {"n": pa.array([7, 9, 9] * 4, pa.int32())}, Choice(["n"]),
+                        f"B{len(kind)}", valid="0", vocabulary=tmp_path / f"A{len(kind)}")
         assert manifest["unseen"]["n"] == {"values": 1, "accesses": 8, "share": 8 / 12}
     assert len(set(encoded(tmp_path / "B1", "n"))) == 2
     with pytest.raises(InvalidInputError, match="hash has a row"):
         extend(tmp_path / "A1", [tmp_path / "B1"], tmp_path / "V")
-    pq.write_table(pa.table({"n": pa.array([1, 2], pa.uint64())}), tmp_path / "c.parquet")
     with pytest.raises(InvalidInputError, match="both signed, both unsigned or both strings"):
-        preprocess(recipe, [str(tmp_path / "c.parquet")], tmp_path / "C",
-                   PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
+        made(tmp_path, {"n": pa.array([1, 2], pa.uint64())}, Choice(["n"]), "C", valid="0",
+             vocabulary=tmp_path / "A0")
 
 
 def test_unsuitable_vocabularies_and_folders_are_refused(days: Days, tmp_path: Path,
@@ -432,10 +419,8 @@ def test_statistics_of_keys(tmp_path: Path) -> None:
 def test_presence_is_that_of_the_keys(tmp_path: Path) -> None:
     """Keys that differ only in their upper bits count as different rows."""
     keys = np.array([k << 56 for k in range(64)] * 4, np.int64)
-    pq.write_table(pa.table({"id": keys, "y": np.arange(256) % 2}), tmp_path / "log.parquet")
-    recipe = generic_recipe("parquet", Choice(["id"], "y"))
-    preprocess(recipe, [str(tmp_path / "log.parquet")], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid="0"))
+    made(tmp_path, {"id": keys, "y": np.arange(256) % 2}, Choice(["id"], "y"), raw_ids=True,
+         valid="0")
     table = analyze_folder(tmp_path / "out", options=CountOptions(
         presence_samples=(32, 128))).tables["id"]
     assert table.presence_samples.tolist() == [32, 128]
@@ -452,22 +437,16 @@ def test_raw_ids_have_no_vocabulary(options: dict[str, Any], name: str) -> None:
         PreprocessOptions(raw_ids=True, **options)
 
 
-def parquet_log(path: Path, ids: pa.Array) -> str:
-    pq.write_table(pa.table({"id": ids, "y": [k % 2 for k in range(len(ids))]}), path)
-    return str(path)
-
 
 def test_the_number_that_stands_for_a_missing_field_is_refused(tmp_path: Path) -> None:
-    log = parquet_log(tmp_path / "a.parquet", pa.array([1, 2, MISSING, None]))
     with pytest.raises(InvalidInputError, match=f"'id' raw: id={MISSING}"):
-        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
-                   PreprocessOptions(raw_ids=True))
+        made(tmp_path, {"id": [1, 2, MISSING, None], "y": [0, 1] * 2}, Choice(["id"], "y"),
+             raw_ids=True)
 
 
 def test_a_column_without_a_value(tmp_path: Path) -> None:
-    log = parquet_log(tmp_path / "a.parquet", pa.array([None] * 4, pa.string()))
-    preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid="0"))
+    made(tmp_path, {"id": pa.array([None] * 4, pa.string()), "y": [0, 1] * 2}, Choice(["id"], "y"),
+         raw_ids=True, valid="0")
     assert encoded(tmp_path / "out", "id") == [MISSING] * 4
 
 
