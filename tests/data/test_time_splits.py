@@ -1,6 +1,7 @@
 """Logs in order of time: splits by time, and sequences of users."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +30,7 @@ from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import InvalidInputError
 from tests import forked
 from tests.data.loader_support import decoded, digest, interrupted, made
-from tests.data.test_verbs import run
+from tests.support import run_command
 
 TWEETS = load_recipe("movietweetings")
 START = 1_400_000_000
@@ -284,19 +285,18 @@ def test_invalid_arguments_are_refused(events: Path, tmp_path: Path, options: di
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out")
-    assert run("sequences", str(events), "--by", "user", "--columns", "item,kind", "-o", out) == 0
-    text = capsys.readouterr().out
+def test_the_command(events: Path, tmp_path: Path, printed: Callable[..., str],
+                     capsys: pytest.CaptureFixture[str]) -> None:
+    out, none = tmp_path / "out", tmp_path / "none"
+    words = ("sequences", events, "--by", "user", "--columns")
+    text = printed(*words, "item,kind", "-o", out)
     rows = Folder.open(out).rows
     assert f"train: {rows['train']} sequences with" in text and f"written: {out}" in text
-    assert run("analyze", out, "-o", str(tmp_path / "s.npz")) == 0
-    none = str(tmp_path / "none")
-    run("sequences", str(events), "--by", "user", "--columns", "item", "-o", none,
-        "--min-length", "1000")
+    printed("analyze", out, "-o", tmp_path / "s.npz")
+    run_command(*words, "item", "-o", none, "--min-length", 1000)
     assert "warning: no user has a sequence in the train part" in capsys.readouterr().err
     assert len(Folder.open(none).manifest["problems"]) == 2
     with pytest.raises(InvalidInputError, match="use a URL"):
-        run("sequences", "s3://bucket/events", "--by", "user", "-o", none)
+        run_command("sequences", "s3://bucket/events", "--by", "user", "-o", none)
     with pytest.raises(InvalidInputError, match="a folder that does not exist"):
-        run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)
+        run_command(*words, "item", "-o", out)

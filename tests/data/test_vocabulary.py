@@ -3,6 +3,7 @@
 import errno
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from oper.rl_rec.data.interactions import load_interactions
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
 from tests.data.loader_support import encoded, ids_of, made, parquet_bytes
-from tests.data.test_verbs import run
 from tests.references import hash_of
-from tests.support import counts_by
+from tests.support import counts_by, run_command
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
 ALL = {"valid": "1/10"}
@@ -201,26 +201,24 @@ def test_unsuitable_vocabularies_and_folders_are_refused(days: Days, tmp_path: P
         FinishedVocabulary.open(tmp_path / "d0")
 
 
-def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path, printed: Callable[..., str]
+                                        ) -> None:
     own = ["--label", "clicked", "--sparse", "user,item,tags:|", "--time", "ts"]
-    d0, d1, v1, d2 = (str(tmp_path / n) for n in ("d0", "d1", "v1", "d2"))
-    run("preprocess", "csv", str(tmp_path / "day0.csv"), "-o", d0, *own)
-    run("preprocess", "csv", str(tmp_path / "day1.csv"), "-o", d1, *own, "--vocabulary", d0)
-    assert "unseen in user: " in capsys.readouterr().out
-    run("vocabulary", "extend", d0, d1, "-o", v1)
-    assert "new rows" in capsys.readouterr().out
-    run("preprocess", "csv", str(tmp_path / "day2.csv"), "-o", d2, *own, "--vocabulary", v1)
-    capsys.readouterr()
-    run("vocabulary", "extend", v1, d2, "-o", str(tmp_path / "v2"), "--json")
-    assert json.loads(capsys.readouterr().out)["kind"] == "oper-vocabulary"
+    d0, d1, v1, d2 = (tmp_path / n for n in ("d0", "d1", "v1", "d2"))
+    printed("preprocess", "csv", tmp_path / "day0.csv", "-o", d0, *own)
+    assert "unseen in user: " in printed("preprocess", "csv", tmp_path / "day1.csv", "-o", d1, *own,
+                                         "--vocabulary", d0)
+    assert "new rows" in printed("vocabulary", "extend", d0, d1, "-o", v1)
+    printed("preprocess", "csv", tmp_path / "day2.csv", "-o", d2, *own, "--vocabulary", v1)
+    extended = printed("vocabulary", "extend", v1, d2, "-o", tmp_path / "v2", "--json")
+    assert json.loads(extended)["kind"] == "oper-vocabulary"
     parts = [analyze_folder(d) for d in (d0, d1, d2)]
     for k, part in enumerate(parts):
         part.save(tmp_path / f"{k}.stats")
     with pytest.raises(InvalidInputError, match="grown"):
         merge_stats(parts)
-    files = [str(tmp_path / f"{k}.stats") for k in range(3)]
-    assert run("analyze", "--merge", "--grown", *files, "-o", str(tmp_path / "all.stats")) == 0
+    files = [tmp_path / f"{k}.stats" for k in range(3)]
+    printed("analyze", "--merge", "--grown", *files, "-o", tmp_path / "all.stats")
     merged = merge_stats(parts, grown=True)
     assert merged.num_samples == sum(p.num_samples for p in parts)
     for name, table in merged.tables.items():
@@ -268,8 +266,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for day in ("d0", "day1", "day2"):
         files.append(str(tmp_path / f"{day}.stats"))
         analyze_folder(tmp_path / day).save(files[-1])
-    assert run("analyze", "--merge", "--remap", str(tmp_path / "v2"), *files, "-o",
-               str(tmp_path / "all.stats")) == 0
+    assert run_command("analyze", "--merge", "--remap", tmp_path / "v2", *files, "-o",
+                       tmp_path / "all.stats") == 0
     found, plain = AccessStats.load(tmp_path / "all.stats"), merge_stats(
         map(AccessStats.load, files), grown=True)
     for name, table in found.tables.items():
@@ -461,32 +459,28 @@ def test_commands_that_need_row_numbers_refuse_raw_ids(tmp_path: Path) -> None:
         make_raw(tmp_path, "d1", day=1, raw_ids=False, vocabulary=folder)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path, printed: Callable[..., str]) -> None:
     write_log(tmp_path / "log.csv")
-    words = ["csv", str(tmp_path / "log.csv"), "--sparse", ",".join(SPARSE), "--label", "clicked",
-             "--time", "ts", "--raw-ids"]
-    assert run("preprocess", *words, "--dry-run") == 0
-    assert "raw" in capsys.readouterr().out
-    out, stats = str(tmp_path / "out"), str(tmp_path / "stats")
-    assert run("preprocess", *words, "-o", out) == 0
-    assert "raw ids: 4 columns, 2 of them hashes of strings" in capsys.readouterr().out
-    assert run("preprocess", *words, "-o", out) == 0  # the output exists already
-    capsys.readouterr()
-    assert run("analyze", out, "-o", stats, "--capacity", "9") == 0
-    assert "as dynamic tables" in capsys.readouterr().out
-    assert run("analyze", out, "-o", stats, "--capacity", "9", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["tables"]["item"]
+    words = ["preprocess", "csv", tmp_path / "log.csv", "--sparse", ",".join(SPARSE), "--label",
+             "clicked", "--time", "ts", "--raw-ids"]
+    assert "raw" in printed(*words, "--dry-run")
+    out, stats = tmp_path / "out", tmp_path / "stats"
+    assert "raw ids: 4 columns, 2 of them hashes of strings" in printed(*words, "-o", out)
+    printed(*words, "-o", out)  # the output exists already
+    analyze = ["analyze", out, "-o", stats, "--capacity", 9]
+    assert "as dynamic tables" in printed(*analyze)
+    found = json.loads(printed(*analyze, "--json"))["tables"]["item"]
     known = AccessStats.load(stats).tables["item"]
     assert found["forecast"]["keys"] == known.num_touched_rows == sum(found["new_ids"])
     assert found["forecast"]["default_share"] == forecast(known, 9).default_share
     words = ["analyze", out, "-o", stats, "--json", "--time-to-live", "3", "--eviction", "lfu"]
     for more, message in (([], "--capacity"), (["--capacity", "9"], "--update-samples")):
         with pytest.raises(UsageError, match=message):
-            run(*words, *more)
+            printed(*words, *more)
     with pytest.raises(UsageError, match="--update-samples=2, expected no value without"):
-        run("analyze", out, "-o", stats, "--capacity", "9", "--update-samples", "2")
-    assert run(*words, "--capacity", "9", "--update-samples", "2") == 0
-    found = json.loads(capsys.readouterr().out)["tables"]["item"]["forecast"]
+        printed(*analyze, "--update-samples", 2)
+    found = json.loads(printed(*words, "--capacity", 9, "--update-samples", 2)
+                       )["tables"]["item"]["forecast"]
     samples = AccessStats.load(stats).num_samples
     assert found["occupied"] == forecast(
         known, 9, 1, "lfu", None, 6 * known.num_accesses / samples).occupied < 8
