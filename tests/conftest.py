@@ -2,7 +2,7 @@
 
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -51,3 +51,16 @@ def bucket() -> Iterator[str]:
             yield url
     except MissingDependencyError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command, checks its result and returns what it prints."""
+    from tests.support import run_command
+
+    def call(*words: object, status: int = 0) -> str:
+        capsys.readouterr()
+        assert run_command(*words) == status
+        return capsys.readouterr().out
+
+    return call

@@ -208,7 +208,8 @@ NIGHTLY = (
             "one rank, with chunks and without", ".*-4-.*"),
     Nightly("tests/integration/test_checkpoint.py::test_16_bit_rows_move_between_plans_and_hosts",
             "one rank; two hosts", "aa-102"),
-    Nightly("tests/integration/test_deltas_of_groups.py::test_a_delta_has_the_rows_of_its_step",
+    Nightly("tests/integration/test_publication_from_deltas.py::"
+            "test_a_delta_of_groups_has_the_rows_of_its_step",
             "synchronized every three updates, with a delay and 8 bits", "101-1-0-32"),
     Nightly("tests/programs/test_programs.py::test_more_programs",
             "a third of these programs: test_one_rank and test_two_ranks"),

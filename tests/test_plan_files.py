@@ -339,26 +339,21 @@ def test_rows_of_other_types_are_sent_unchanged() -> None:
 
 
 def test_a_plan_states_its_bits(tmp_path: Path) -> None:
-    plan = mixed_plan()
-    assert "message_bits" not in plan.to_text()
-    value = {**json.loads(plan.to_text()), "message_bits": [16, 8]}
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(value))
-    loaded = Plan.load(path)
+    assert "message_bits" not in mixed_plan().to_text()
+
+    def load(bits: object) -> Plan:
+        return Plan.load(edited(tmp_path, lambda v: v.update(message_bits=bits)))
+
+    loaded = load([16, 8])
     assert loaded.message_bits == MessageBits(16, 8)
     assert Plan.from_text(loaded.to_text()).message_bits == MessageBits(16, 8)
-    name = plan.tables[0].table.name
-    by_table = {**value, "message_bits": {name: [16, 8]}}
-    path.write_text(json.dumps(by_table))
-    loaded = Plan.load(path)
-    assert loaded.message_bits.of(name) == MessageBits(16, 8)
-    assert json.loads(loaded.to_text())["message_bits"] == {name: [16, 8]}
-    path.write_text(json.dumps({**value, "message_bits": {"nothing": 8}}))
+    loaded = load({"hot": [16, 8]})
+    assert loaded.message_bits.of("hot") == MessageBits(16, 8)
+    assert json.loads(loaded.to_text())["message_bits"] == {"hot": [16, 8]}
     with pytest.raises(InvalidInputError, match="nothing"):
-        Plan.load(path)
-    path.write_text(json.dumps({**value, "message_bits": {name: [16, 7]}}))
-    with pytest.raises(InvalidInputError, match=rf"message_bits\['{name}'\]=\[16, 7\]"):
-        Plan.load(path)
+        load({"nothing": 8})
+    with pytest.raises(InvalidInputError, match=r"message_bits\['hot'\]=\[16, 7\]"):
+        load({"hot": [16, 7]})
 
 
 # ---- topologies ----------------------------------------------------------------------------------

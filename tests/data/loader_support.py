@@ -1,16 +1,86 @@
-"""Contents of preprocessed folders, and checks of the loader's batches."""
+"""Logs, contents of preprocessed folders, and checks of the loader's batches."""
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from oper.data import Folder, PreprocessOptions, preprocess
 from oper.data.generic import Choice, generic_recipe
+from oper.data.preprocessing.run import Job
+from oper.data.recipe import Recipe
+
+Fields = list[list[str]]
+
+
+def invent(num_rows: int) -> Fields:
+    """Make random rows of 40 text fields in the layout of Criteo Kaggle, many of them empty."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(num_rows):
+        dense = ["" if rng.random() < 0.2 else str(rng.integers(-3, 2000)) for _ in range(13)]
+        ids = np.minimum(rng.integers(0, 40, 26), rng.integers(0, 40, 26))
+        sparse = ["" if rng.random() < 0.1 else f"{(int(i) * 2654435761 + c * 40503) % 2**32:08x}"
+                  for c, i in enumerate(ids)]
+        rows.append([str(rng.integers(0, 2)), *dense, *sparse])
+    return rows
+
+
+def text_of(rows: Fields) -> str:
+    """Return rows as TAB-separated lines."""
+    return "".join("\t".join(row) + "\n" for row in rows)
+
+
+def train_log(folder: Path, rows: Fields | int) -> str:
+    """Write ``folder/train.txt``, with these rows or as many invented ones; returns its path."""
+    path = folder / "train.txt"
+    path.write_text(text_of(invent(rows) if isinstance(rows, int) else rows))
+    return str(path)
+
+
+def made(folder: Path, log: str | bytes | dict[str, Any], how: Choice | Recipe, out: str = "out",
+         **options: Any) -> dict[str, Any]:
+    """Write a log, preprocess it into ``folder/OUT`` and return the manifest.
+
+    `log`: the text of ``log.csv``, or the columns of ``log.parquet``; `how`: the columns to read,
+    or a recipe.
+    """
+    kind = "parquet" if isinstance(log, dict) else "csv"
+    path = folder / f"log.{kind}"
+    if isinstance(log, dict):
+        pq.write_table(pa.table(log), path)
+    else:
+        path.write_bytes(log.encode() if isinstance(log, str) else log)
+    recipe = generic_recipe(kind, how) if isinstance(how, Choice) else how
+    return preprocess(recipe, [str(path)], folder / out, PreprocessOptions(**options))
+
+
+@contextlib.contextmanager
+def interrupted(method: str, after: int = 0, finishes: bool = False) -> Iterator[list[Any]]:
+    """Expect that a job is interrupted in the call of one of its methods after `after` others,
+    before it does its work or, if `finishes`, after it; yields the arguments of all whole calls."""
+    original, calls = getattr(Job, method), list[Any]()
+
+    def call(job: Job, *args: Any) -> Any:
+        if len(calls) == after and not finishes:
+            raise KeyboardInterrupt
+        found = original(job, *args)
+        calls.append(args)
+        if len(calls) == after + 1 and finishes:
+            raise KeyboardInterrupt
+        return found
+
+    with mock.patch.object(Job, method, call), pytest.raises(KeyboardInterrupt):
+        yield calls
 
 
 def parquet_bytes(folder: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data import load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import run as preprocessing
 from oper.data.reading import readers
@@ -26,6 +26,7 @@ from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.data.loader_support import interrupted, invent, made, train_log
 from tests.fuzz.targets import change
 from tests.support import run_here
 
@@ -129,7 +130,7 @@ def test_empty_lines_are_no_rows_of_missing_fields(tmp_path: Path, ending: str, 
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3])
-def test_malformed_rows_far_into_a_file(tmp_path: Path, share: float, invent: Any) -> None:
+def test_malformed_rows_far_into_a_file(tmp_path: Path, share: float) -> None:
     rng = np.random.default_rng(4)
     rows = invent(300)
     lines = ["\t".join(rows[k]) for k in rng.integers(0, 300, 4_000)]
@@ -225,17 +226,14 @@ def test_damaged_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     assert sum(counts) == ROUNDS, "an error names its file"
 
 
-def test_interrupted_work_with_a_damaged_note_is_an_error(tmp_path: Path, invent: Any, write: Any,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    log = str(write(tmp_path / "train.txt", invent(60)))
-    with monkeypatch.context() as patch:
-        patch.setattr("oper.data.preprocessing.run.Job.manifest", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
+def test_interrupted_work_with_a_damaged_note_is_an_error(tmp_path: Path) -> None:
+    log = train_log(tmp_path, 60)
+    with interrupted("manifest"):
+        preprocess(KAGGLE, [log], tmp_path / "out")
     (tmp_path / ".out.work" / "stage" / "000000.json").write_text("{")
     with pytest.raises(OperError, match="starts from scratch"):
-        preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
-    assert preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")["rows"]["train"]
+        preprocess(KAGGLE, [log], tmp_path / "out")
+    assert preprocess(KAGGLE, [log], tmp_path / "out")["rows"]["train"]
 
 
 # ---- errors that affect all records --------------------------------------------------------------
@@ -281,21 +279,18 @@ def test_errors_in_the_first_records_are_reported_before_work(tmp_path: Path, ca
                                                               ) -> None:
     value, recipe, todo = CASES[case]
     header = "x,a,y\n" if recipe.layouts[0].header else ""
-    (tmp_path / "log.csv").write_text(header + f"{value},7,1\n" * 200_000)
     monkeypatch.setattr(preprocessing.Job, "opened", None)  # fails if work begins
     began = time.process_time()
     with pytest.raises(OperError) as error:
-        preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "out", PreprocessOptions())
+        made(tmp_path, header + f"{value},7,1\n" * 200_000, recipe)
     assert todo in str(error.value) and str(tmp_path / "log.csv") in str(error.value)
     assert time.process_time() - began < 2
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
 
 def test_allowed_malformed_rows_are_no_error(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("y,a\n" + "x,1\n" * 300 + "1,1\n" * 50_000)
-    recipe = generic_recipe("csv", Choice(["a"], "y"))
-    manifest = preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "out",
-                          PreprocessOptions(max_bad=300))
+    manifest = made(tmp_path, "y,a\n" + "x,1\n" * 300 + "1,1\n" * 50_000, Choice(["a"], "y"),
+                    max_bad=300)
     assert manifest["bad_rows"]["count"] == 300 and sum(manifest["rows"].values()) == 50_000
 
 
@@ -313,29 +308,22 @@ def test_a_wrong_separator(tmp_path: Path, words: list[str], todo: str) -> None:
 
 
 def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
-    path, out = tmp_path / "log.parquet", tmp_path / "out"
-    rows = 100_000
-
-    def write(ids: pa.Array, **more: Any) -> None:
-        pq.write_table(pa.table({"id": ids, **more}), path)
-
+    out, rows = tmp_path / "out", 100_000
+    integral = recipe_from_dict({"name": "own", "format": "parquet", "column": {
+        "name": "id", "kind": "sparse", "parse": "integral"}})
     for ids in (pa.array([1.0, None] * (rows // 2)), pa.array([[1.0, 2.0]] * rows),
                 pa.array([Decimal("17850.0")] * rows)):
-        write(ids)
         with pytest.raises(InvalidInputError, match='parse = "integral"'):
-            preprocess(generic_recipe("parquet", Choice(["id"])), [str(path)], tmp_path / "none")
-        integral = recipe_from_dict({"name": "own", "format": "parquet", "column": {
-            "name": "id", "kind": "sparse", "parse": "integral"}})
+            made(tmp_path, {"id": ids}, Choice(["id"]), "none")
         if not pa.types.is_list(ids.type):
-            preprocess(integral, [str(path)], out, PreprocessOptions(force=True))
+            made(tmp_path, {"id": ids}, integral, force=True)
             value = pq.read_table(out / "vocabulary" / "id.parquet")["value"].to_pylist()
             assert value in ([None, 1], [17850])
     # Days are midnights; a label may be text, as in CSV files.
     for kind in (pa.date32(), pa.date64()):
-        write(pa.array(range(rows)), y=pa.array(["0", "1"] * (rows // 2)),
-              t=pa.array([date(2020, 1, 1 + k % 9) for k in range(rows)], kind))
-        preprocess(generic_recipe("parquet", Choice(["id"], "y", time="t")), [str(path)], out,
-                   PreprocessOptions(force=True))
+        made(tmp_path, {"id": range(rows), "y": ["0", "1"] * (rows // 2),
+                        "t": pa.array([date(2020, 1, 1 + k % 9) for k in range(rows)], kind)},
+             Choice(["id"], "y", time="t"), force=True)
         table = pq.read_table(out / "train")
         assert table["time"][0].as_py() == 1_577_836_800
         assert set(table["label"].to_pylist()) == {0, 1}
@@ -350,22 +338,17 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
 ])
 def test_parquet_values_that_their_columns_do_not_expect(
         tmp_path: Path, choice: Choice, values: list[Any], found: Any) -> None:
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"id": [1, 2], "x": values}), path)
-    recipe = generic_recipe("parquet", choice)
+    table = {"id": [1, 2], "x": values}
     if isinstance(found, str):
         with pytest.raises(FileFormatError, match=found):
-            preprocess(recipe, path, tmp_path / "out")
+            made(tmp_path, table, choice)
     else:
-        preprocess(recipe, path, tmp_path / "out", PreprocessOptions(valid="0"))
+        made(tmp_path, table, choice, valid="0")
         assert found is None or pq.read_table(tmp_path / "out/train")["x"].to_pylist() == found
 
 
 def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"id": ["", "x", None, "", None, "y"] * 3}), path)
-    manifest = preprocess(generic_recipe("parquet", Choice(["id"])), [str(path)], tmp_path / "out",
-                          PreprocessOptions(valid="0"))
+    manifest = made(tmp_path, {"id": ["", "x", None, "", None, "y"] * 3}, Choice(["id"]), valid="0")
     assert manifest["tables"]["id"]["missing_id"] == 1
     words = pq.read_table(tmp_path / "out" / "vocabulary" / "id.parquet").to_pydict()
     assert words == {"value": [None, "x", "y"], "id": [1, 2, 3], "count": [12, 3, 3]}
@@ -383,17 +366,14 @@ def test_a_column_that_no_file_can_be_named_after(tmp_path: Path) -> None:
     ("hex32", "7", "id:int"), ("int", "7.0", "id:integral")])
 def test_the_remedy_named_by_the_error_helps(tmp_path: Path, parse: str, value: str, advice: str
                                              ) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text(f"id\n{value}\n{value}\n")
+    text = f"id\n{value}\n{value}\n"
     with pytest.raises(FileFormatError, match=f"pass --sparse {advice}, or"):
-        preprocess(generic_recipe("csv", Choice([f"id:{parse}"])), [str(path)], tmp_path / "out")
-    preprocess(generic_recipe("csv", Choice([advice])), [str(path)], tmp_path / "out")
+        made(tmp_path, text, Choice([f"id:{parse}"]))
+    made(tmp_path, text, Choice([advice]))
 
 
 @pytest.mark.parametrize(("data", "words"), [
     ("y,id\n1,2\n".encode("utf-16"), "look like UTF-16"), (b"y,id\r1,2\r0,3\r", "line feeds")])
 def test_other_encodings_and_line_ends(tmp_path: Path, data: bytes, words: str) -> None:
-    (tmp_path / "log.csv").write_bytes(data)
     with pytest.raises(FileFormatError, match=words):
-        preprocess(generic_recipe("csv", Choice(["id"])), [str(tmp_path / "log.csv")],
-                   tmp_path / "out")
+        made(tmp_path, data, Choice(["id"]))

@@ -18,7 +18,15 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing.staging import Stage
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.data.loader_support import encoded, parquet_bytes
+from tests.data.loader_support import (
+    encoded,
+    interrupted,
+    invent,
+    made,
+    parquet_bytes,
+    text_of,
+    train_log,
+)
 from tests.support import counts_by, run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -59,12 +67,10 @@ def check_folder(folder: Path, rows: list[list[str]], min_count: int, num_valid:
 
 
 @pytest.mark.parametrize("min_count", [1, 2, 5])
-def test_output_equals_a_direct_computation(tmp_path: Path, invent: Any, write: Any, min_count: int
-                                            ) -> None:
+def test_output_equals_a_direct_computation(tmp_path: Path, min_count: int) -> None:
     rows = invent(500)
-    path = write(tmp_path / "train.txt", rows)
     options = PreprocessOptions(min_count=min_count, row_group_rows=64, part_rows=200)
-    manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", options)
+    manifest = preprocess(KAGGLE, [train_log(tmp_path, rows)], tmp_path / "out", options)
     check_folder(tmp_path / "out", rows, min_count, 500 // 7)
     assert manifest["rows"] == {"train": 429, "valid": 71, "test": 0}
     assert manifest["ids_in_hotness_order"] is True and manifest["synthetic"] is False
@@ -77,10 +83,10 @@ def test_output_equals_a_direct_computation(tmp_path: Path, invent: Any, write: 
         "int8", "int8", "float", "int32"]
 
 
-def test_compressed_output_holds_the_same(tmp_path: Path, invent: Any, write: Any) -> None:
-    path = write(tmp_path / "train.txt", invent(2000))
+def test_compressed_output_holds_the_same(tmp_path: Path) -> None:
+    path = train_log(tmp_path, 2000)
     for name in ("none", "zstd"):
-        preprocess(KAGGLE, [str(path)], tmp_path / name, PreprocessOptions(compression=name))
+        preprocess(KAGGLE, [path], tmp_path / name, PreprocessOptions(compression=name))
     tables = [pq.read_table(tmp_path / name / "train") for name in ("none", "zstd")]
     assert tables[0].equals(tables[1])
     sizes = {}
@@ -101,12 +107,13 @@ def test_compressed_output_holds_the_same(tmp_path: Path, invent: Any, write: An
         PreprocessOptions(compression="gzip")
 
 
-def test_several_and_packed_files_are_one_log(tmp_path: Path, invent: Any, write: Any) -> None:
+def test_several_and_packed_files_are_one_log(tmp_path: Path) -> None:
     rows = invent(300)
-    one = write(tmp_path / "one.txt", rows)
-    files = [write(tmp_path / f"day_{k}", rows[k * 100:(k + 1) * 100]) for k in range(3)]
-    (tmp_path / "day_1").write_bytes(gzip.compress((tmp_path / "day_1").read_bytes()))
-    whole = preprocess(KAGGLE, one, tmp_path / "whole")
+    files = [tmp_path / f"day_{k}" for k in range(3)]
+    for k, path in enumerate(files):
+        text = text_of(rows[k * 100:(k + 1) * 100]).encode()
+        path.write_bytes(gzip.compress(text) if k == 1 else text)
+    whole = preprocess(KAGGLE, train_log(tmp_path, rows), tmp_path / "whole")
     parts = preprocess(KAGGLE, [str(tmp_path / "day_*")], tmp_path / "parts")
     check_folder(tmp_path / "parts", rows, 2, 300 // 7)
     assert [i["rows"] for i in parts["inputs"]] == [100] * 3
@@ -114,8 +121,8 @@ def test_several_and_packed_files_are_one_log(tmp_path: Path, invent: Any, write
     assert whole["tables"] == parts["tables"]
 
 
-def test_split_share_rows_limit_and_no_validation(tmp_path: Path, invent: Any, write: Any) -> None:
-    path = str(write(tmp_path / "train.txt", invent(100)))
+def test_split_share_rows_limit_and_no_validation(tmp_path: Path) -> None:
+    path = train_log(tmp_path, 100)
     a = preprocess(KAGGLE, [path], tmp_path / "a", PreprocessOptions(valid="0.25"))
     assert a["rows"] == {"train": 75, "valid": 25, "test": 0} and a["split"]["valid"] == "1/4"
     b = preprocess(KAGGLE, [path], tmp_path / "b", PreprocessOptions(valid="0", max_rows=10))
@@ -128,19 +135,17 @@ def test_split_share_rows_limit_and_no_validation(tmp_path: Path, invent: Any, w
         preprocess(KAGGLE, [path], tmp_path / "c", PreprocessOptions(valid="1"))
 
 
-def test_malformed_rows_are_counted_reported_and_limited(tmp_path: Path, invent: Any, write: Any
-                                                         ) -> None:
-    rows = invent(200)
-    bad = [list(r) for r in rows]
+def test_malformed_rows_are_counted_reported_and_limited(tmp_path: Path) -> None:
+    bad = invent(200)
     bad[10][3], bad[150][20], bad[199] = "x", "XYZ", ["1", "2"]
-    path = write(tmp_path / "train.txt", bad)
+    path = train_log(tmp_path, bad)
     for max_bad, line in ((0, "row 11, column I3: 'x'"), (2, "row 151, column C7: 'XYZ'")):
         with pytest.raises(FileFormatError) as error:
-            preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=max_bad))
+            preprocess(KAGGLE, [path], tmp_path / "out", PreprocessOptions(max_bad=max_bad))
         assert line in str(error.value) and f"max_bad={max_bad}" in str(error.value)
-        assert str(path) in str(error.value)
+        assert path in str(error.value)
         assert [p.name for p in tmp_path.iterdir()] == ["train.txt"]
-    manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=3))
+    manifest = preprocess(KAGGLE, [path], tmp_path / "out", PreprocessOptions(max_bad=3))
     assert manifest["bad_rows"]["count"] == 3 and len(manifest["bad_rows"]["first"]) == 3
     assert "row 200" in manifest["bad_rows"]["first"][2]
     # Split and buckets are shares of the 197 well-formed rows; the last 197 // 7 are valid.
@@ -168,12 +173,9 @@ def test_shares_count_records_not_lines(tmp_path: Path, unit_bytes: int) -> None
         assert manifest["inputs"][0]["rows"] == 2000
 
 
-def test_output_is_complete_or_absent_and_other_folders_are_kept(tmp_path: Path, invent: Any,
-                                                                 write: Any,
-                                                                 monkeypatch: pytest.MonkeyPatch
-                                                                 ) -> None:
-    path = str(write(tmp_path / "train.txt", invent(60)))
-    out = tmp_path / "out"
+def test_output_is_complete_or_absent_and_other_folders_are_kept(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = train_log(tmp_path, 60), tmp_path / "out"
     out.mkdir()
     preprocess(KAGGLE, [path], out)  # an empty folder is fine
     before = sorted(p.name for p in out.iterdir())
@@ -185,15 +187,8 @@ def test_output_is_complete_or_absent_and_other_folders_are_kept(tmp_path: Path,
     os.utime(path, (1, 1))
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(KAGGLE, [path], out)
-    from oper.data.preprocessing import run as preprocessing
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "manifest", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            preprocess(KAGGLE, [path], out, PreprocessOptions(force=True))
+    with interrupted("manifest"):
+        preprocess(KAGGLE, [path], out, PreprocessOptions(force=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.work", "out", "train.txt"]
     assert sorted(p.name for p in out.iterdir()) == before
     manifest = preprocess(KAGGLE, [path], out, PreprocessOptions(force=True, min_count=3))
@@ -208,10 +203,9 @@ def test_output_is_complete_or_absent_and_other_folders_are_kept(tmp_path: Path,
 
 
 def test_outputs_that_cannot_or_must_not_be_written_are_refused(
-    tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error must be raised before work begins, since the output folder is replaced last."""
-    path = str(write(tmp_path / "train.txt", invent(60)))
+    path = train_log(tmp_path, 60)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for out in (".", "../here", str(tmp_path / "here"), "/proc"):
@@ -241,9 +235,7 @@ def test_a_log_inside_the_output_is_refused(tmp_path: Path, scheme: str) -> None
 
 
 def problems_of(tmp_path: Path, text: str, choice: Choice, **options: Any) -> list[str]:
-    (tmp_path / "log.csv").write_text(text)
-    manifest = preprocess(generic_recipe("csv", choice), [str(tmp_path / "log.csv")],
-                          tmp_path / "out", PreprocessOptions(force=True, **options))
+    manifest = made(tmp_path, text, choice, force=True, **options)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     return list(manifest["problems"])
 
@@ -294,12 +286,10 @@ def test_logs_without_usable_rows(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "test.txt"]
 
 
-def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path, invent: Any, write: Any
-                                                            ) -> None:
+def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path) -> None:
     rows = invent(700)
-    path = write(tmp_path / "train.txt", rows)
-    options = PreprocessOptions(row_group_rows=100, part_rows=250)
-    preprocess(KAGGLE, [str(path)], tmp_path / "out", options)
+    preprocess(KAGGLE, [train_log(tmp_path, rows)], tmp_path / "out",
+               PreprocessOptions(row_group_rows=100, part_rows=250))
     stats = analyze_folder(tmp_path / "out")
     assert stats.num_samples == 600 and stats.ids_in_hotness_order
     for c in range(26):
@@ -317,14 +307,9 @@ def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path, inve
         assert (table.length_values.tolist(), table.length_counts.tolist()) == ([1], [600])
 
 
-def make_folder(tmp_path: Path, invent: Any, write: Any) -> Path:
-    path = write(tmp_path / "train.txt", invent(70))
-    preprocess(KAGGLE, [str(path)], tmp_path / "out")
-    return tmp_path / "out"
-
-
-def test_damaged_folders_are_one_clear_error(tmp_path: Path, invent: Any, write: Any) -> None:
-    out = make_folder(tmp_path, invent, write)
+def test_damaged_folders_are_one_clear_error(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    preprocess(KAGGLE, [train_log(tmp_path, 70)], out)
     part = out / "train" / "part-00000-000.parquet"
     manifest = json.loads((out / "manifest.json").read_text())
     table = pq.read_table(part)
@@ -385,10 +370,8 @@ def test_the_real_log_with_the_recipe_as_it_is(real_log: Path, tmp_path: Path) -
 
 
 def test_more_than_a_thousand_files_stay_in_order(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("u\n" + "".join(f"{k}\n" for k in range(1100)))
-    preprocess(generic_recipe("csv", Choice(["u:int"])), [str(tmp_path / "log.csv")],
-               tmp_path / "out", PreprocessOptions(
-                   min_count=1, valid="0", part_rows=1, row_group_rows=1))
+    made(tmp_path, "u\n" + "".join(f"{k}\n" for k in range(1100)), Choice(["u:int"]), min_count=1,
+         valid="0", part_rows=1, row_group_rows=1)
     assert len(list((tmp_path / "out" / "train").iterdir())) == 1100
     assert encoded(tmp_path / "out", "u") == list(range(1, 1101))
 
@@ -396,10 +379,7 @@ def test_more_than_a_thousand_files_stay_in_order(tmp_path: Path) -> None:
 def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are appended too late must not seem to be part of the output, now or later."""
-    log, out = tmp_path / "log.csv", tmp_path / "out"
-    log.write_text("l,u\n" + "0,7\n" * 20)
-    recipe = generic_recipe("csv", Choice(sparse=["u"], label="l"))
-    write = Stage.write
+    log, choice, write = tmp_path / "log.csv", Choice(sparse=["u"], label="l"), Stage.write
 
     def read_then_append(stage: Stage, *args: Any) -> None:
         write(stage, *args)
@@ -408,10 +388,11 @@ def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path: Path,
 
     monkeypatch.setattr(Stage, "write", read_then_append)
     with pytest.raises(InvalidInputError, match=r"changed while they were read.*log\.csv"):
-        preprocess(recipe, log, out)
+        made(tmp_path, "l,u\n" + "0,7\n" * 20, choice)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["log.csv"]
-    assert sum(preprocess(recipe, log, out)["rows"].values()) == 40
+    manifest = preprocess(generic_recipe("csv", choice), log, tmp_path / "out")
+    assert sum(manifest["rows"].values()) == 40
 
 
 def test_other_labels_of_an_array_are_another_log(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from oper.data.reading.rows import Rows
 from oper.data.reading.text import parse_block, text_layout
 from oper.data.recipe import Column, Layout, Recipe, load_recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
+from tests.data.loader_support import invent, text_of
 
 KAGGLE = load_recipe("criteo-kaggle")
 LINES = Layout("lines", ())
@@ -50,7 +51,7 @@ def check_rows(found: Rows, rows: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_parser_equals_field_by_field(invent: Any, ending: str) -> None:
+def test_parser_equals_field_by_field(ending: str) -> None:
     rows = invent(300)
     rows[5][27:] = [""] * 13       # trailing empties
     rows[6] = ["1"] + [""] * 39
@@ -68,12 +69,12 @@ def test_parser_equals_field_by_field(invent: Any, ending: str) -> None:
     ("C1", "68fd1e6"), ("C1", "68fd1e641"), ("C1", "68FD1E64"), ("C9", "68fd1eg4"),
     ("C9", "68fd1 64"), ("C26", "oooooooo"), ("C26", "-8fd1e64"), ("C26", "\xff\xfe"),
 ])
-def test_malformed_fields_are_found_and_named(invent: Any, column: str, value: str) -> None:
+def test_malformed_fields_are_found_and_named(column: str, value: str) -> None:
     rows = invent(50)
     at = [c.name for c in KAGGLE.columns].index(column)
     bad = [list(r) for r in rows]
     bad[20][at] = value
-    found = parse_text("".join("\t".join(r) + "\n" for r in bad).encode("latin-1"))
+    found = parse_text(text_of(bad).encode("latin-1"))
     assert found.num_bad == 1
     report = found.bad[0]
     assert (report.row, report.column) == (120, column)
@@ -81,7 +82,7 @@ def test_malformed_fields_are_found_and_named(invent: Any, column: str, value: s
     assert found.rows.tolist() == [*range(100, 120), *range(121, 150)]
 
 
-def test_every_byte_in_a_hexadecimal_field_is_judged_rightly(invent: Any) -> None:
+def test_every_byte_in_a_hexadecimal_field_is_judged_rightly() -> None:
     row = invent(1)[0]
     lines = []
     for byte in range(256):
@@ -96,7 +97,7 @@ def test_every_byte_in_a_hexadecimal_field_is_judged_rightly(invent: Any) -> Non
 
 
 @pytest.mark.parametrize("line", ["", "1", "1\t2", "Id,Label,I1"])
-def test_wrong_number_of_columns(invent: Any, line: str) -> None:
+def test_wrong_number_of_columns(line: str) -> None:
     lines = ["\t".join(r) for r in invent(10)]
     lines.insert(4, line)
     lines.append(lines[0] + "\t")
@@ -107,12 +108,12 @@ def test_wrong_number_of_columns(invent: Any, line: str) -> None:
     assert found.bad[1].expected == "40 columns instead of 41"
 
 
-def test_examples_are_the_first_of_many_bad_rows(invent: Any) -> None:
+def test_examples_are_the_first_of_many_bad_rows() -> None:
     rows = invent(100)
     for k, row in enumerate(rows):
         row[39 if k % 2 else 0] = "x"
     rows[3] = ["1"]
-    found = parse_text("".join("\t".join(r) + "\n" for r in rows).encode())
+    found = parse_text(text_of(rows).encode())
     assert found.num_bad == 100 and found.labels.size == 0 and found.dense.shape == (13, 0)
     assert [b.row for b in found.bad] == list(range(100, 120))
     assert [b.column for b in found.bad[:5]] == ["label", "C26", "label", "", "label"]

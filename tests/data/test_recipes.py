@@ -16,7 +16,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.files import datasets_root
-from tests.data.loader_support import decoded
+from tests.data.loader_support import decoded, made
 from tests.support import real_data
 
 ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)
@@ -152,11 +152,8 @@ def test_a_file_without_valid_rows_among_valid_ones(tmp_path: Path) -> None:
 
 
 def test_one_bad_text_leaves_its_neighbours_in_a_parquet_file(tmp_path: Path) -> None:
-    table = pa.table({"item": [b"a", b"b\0", b"c", b"d" * 1025, b"e"]})
-    pq.write_table(table, tmp_path / "log.parquet")
-    manifest = preprocess(generic_recipe("parquet", Choice(["item"])),
-                          [str(tmp_path / "log.parquet")], tmp_path / "out",
-                          replace(ONE_ID_EACH, max_bad=2))
+    manifest = made(tmp_path, {"item": [b"a", b"b\0", b"c", b"d" * 1025, b"e"]}, Choice(["item"]),
+                    valid="0", max_bad=2)
     assert manifest["rows"]["train"] == 3
     assert ["row 2" in b or "row 4" in b for b in manifest["bad_rows"]["first"]] == [True, True]
 
@@ -275,11 +272,8 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out" / "train")
     assert [len(x) for x in table["items"].to_pylist()] == [2, 0] * 3
     assert table["label"].to_pylist() == [1, 0] * 3
-    bad = tmp_path / "bad.parquet"
-    pq.write_table(pa.table({"y": [0, 1, 7, None], "id": ["a", "b", "c", "d\0"]}), bad)
-    recipe = generic_recipe("parquet", Choice(["id"], "y"))
-    manifest = preprocess(recipe, [str(bad)], tmp_path / "bad", PreprocessOptions(
-        max_bad=2, valid="0"))
+    manifest = made(tmp_path, {"y": [0, 1, 7, None], "id": ["a", "b", "c", "d\0"]},
+                    Choice(["id"], "y"), "bad", max_bad=2, valid="0")
     assert manifest["rows"]["train"] == 2
     assert [f"row {k}, column label" in line for k, line in zip(
         (3, 4), manifest["bad_rows"]["first"], strict=True)] == [True, True]
@@ -287,16 +281,15 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
 
 def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
     """Arrow types that other programs write: string views and fixed-size lists."""
-    table = pa.table({
+    made(tmp_path, {
         "y": [0, 1], "id": pa.array(["a", None], pa.string_view()),
         "code": pa.array([b"b", b"c"], pa.binary_view()),
-        "tags": pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))})
-    pq.write_table(table, tmp_path / "log.parquet")
+        "tags": pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))},
+        Choice(["id", "code", "tags"], "y"), valid="0", min_count=1)
     read_back = pq.read_schema(tmp_path / "log.parquet")
     assert [pa.types.is_string_view(read_back.field("id").type),
             pa.types.is_fixed_size_list(read_back.field("tags").type)] == [True, True]
-    recipe = generic_recipe("parquet", Choice(["id", "code", "tags"], "y"))
-    _, columns = read(tmp_path, recipe, {"log.parquet": (tmp_path / "log.parquet").read_bytes()})
+    columns = decoded(tmp_path / "out")
     assert columns["id"] == ["a", None] and columns["code"] == ["b", "c"]
     assert columns["tags"] == [[1, 2], [3, 4]]
 
@@ -304,10 +297,8 @@ def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", [
     pa.array([1, 2], pa.timestamp("us")), pa.array([{"a": 1}] * 2), pa.array([[[1]]] * 2)])
 def test_unsupported_types_of_ids_are_refused(tmp_path: Path, column: pa.Array) -> None:
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"y": [0, 1], "id": column}), path)
     with pytest.raises(InvalidInputError, match="type of the id column 'id'"):
-        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [str(path)], tmp_path / "out")
+        made(tmp_path, {"y": [0, 1], "id": column}, Choice(["id"], "y"))
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -344,9 +335,13 @@ def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, t
                    tmp_path.parent / f"{tmp_path.name}.out", PreprocessOptions(raw_ids=raw))
 
 
+def of_real_data(recipe: str, log: str, out: Path) -> dict[str, Any]:
+    """Preprocess a log of real data; return the manifest."""
+    return preprocess(load_recipe(recipe), [str(real_data(log))], out, ONE_ID_EACH)
+
+
 def test_facts_of_online_retail(tmp_path: Path) -> None:
-    path = real_data("online_retail/online_retail.csv.gz")
-    manifest = preprocess(load_recipe("online-retail"), [str(path)], tmp_path / "out", ONE_ID_EACH)
+    manifest = of_real_data("online-retail", "online_retail/online_retail.csv.gz", tmp_path / "out")
     assert manifest["rows"]["train"] == 541_909 and manifest["bad_rows"]["count"] == 0
     tables = manifest["tables"]
     assert tables["StockCode"]["num_distinct"] == 4070
@@ -356,12 +351,10 @@ def test_facts_of_online_retail(tmp_path: Path) -> None:
 
 
 def test_facts_of_movietweetings_and_open_bandit(tmp_path: Path) -> None:
-    path = real_data("movietweetings_142k/ratings.dat.gz")
-    manifest = preprocess(load_recipe("movietweetings"), [str(path)], tmp_path / "a", ONE_ID_EACH)
+    manifest = of_real_data("movietweetings", "movietweetings_142k/ratings.dat.gz", tmp_path / "a")
     assert manifest["rows"]["train"] == 141_695
     assert [manifest["tables"][n]["num_distinct"] for n in ("user", "item")] == [21_081, 12_611]
-    path = real_data("open_bandit/random/women/women.csv.gz")
-    manifest = preprocess(load_recipe("open-bandit"), [str(path)], tmp_path / "b", ONE_ID_EACH)
+    manifest = of_real_data("open-bandit", "open_bandit/random/women/women.csv.gz", tmp_path / "b")
     assert manifest["rows"]["train"] == 10_000
     assert manifest["tables"]["item_id"]["num_distinct"] == 46
     table = pq.read_table(tmp_path / "b" / "train", columns=["propensity_score", "click"])
@@ -371,8 +364,7 @@ def test_facts_of_movietweetings_and_open_bandit(tmp_path: Path) -> None:
 
 
 def test_facts_of_the_24_day_log(tmp_path: Path) -> None:
-    path = real_data("criteo_1tb_day0_10k/day_0.gz")
-    manifest = preprocess(load_recipe("criteo-1tb"), [str(path)], tmp_path / "out", ONE_ID_EACH)
+    manifest = of_real_data("criteo-1tb", "criteo_1tb_day0_10k/day_0.gz", tmp_path / "out")
     labels = pq.read_table(tmp_path / "out" / "train", columns=["label"])["label"].to_numpy()
     assert labels.size == 10_000 and labels.mean() == 0.0265
     distinct = [2755, 1796, 2704, 724, 1452, 3, 1934, 518, 20, 2550, 1451, 3019, 9, 355, 1127, 29,

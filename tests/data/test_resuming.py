@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,7 @@ from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.locks import exclusive
 from tests import forked
-from tests.data.loader_support import digest
+from tests.data.loader_support import digest, interrupted
 from tests.support import counts_by, wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -219,46 +220,26 @@ def test_many_jobs_that_begin_together_never_mix(tmp_path: Path, log: str) -> No
         "alone", "log.txt", "log.txt.about.json", "out"]
 
 
-def test_a_resumed_run_reads_no_unit_twice(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    original = preprocessing.Job._read
-
-    def counted(job: Any, k: int) -> None:
-        if len(read) == 5:
-            raise KeyboardInterrupt
-        read.append(k)
-        original(job, k)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_read", counted)
-        with pytest.raises(KeyboardInterrupt):
-            preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
-        with pytest.raises(InvalidInputError, match="--force"):
-            preprocess(KAGGLE, [log], tmp_path / "out", replace(SMALL, min_count=9))
-        assert read == [0, 1, 2, 3, 4]
-    again: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_read", lambda job, k: (
-            again.append(k), original(job, k)))
+def test_a_resumed_run_reads_no_unit_twice(tmp_path: Path, log: str) -> None:
+    with interrupted("_read", 5) as read:
         preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
-    assert again == list(range(5, 5 + len(again))) and again
+    with pytest.raises(InvalidInputError, match="--force"):
+        preprocess(KAGGLE, [log], tmp_path / "out", replace(SMALL, min_count=9))
+    assert read == [(k,) for k in range(5)]
+    with mock.patch.object(preprocessing.Job, "_read", autospec=True,
+                           side_effect=preprocessing.Job._read) as again:
+        preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
+    units = [call.args[1] for call in again.call_args_list]
+    assert units == list(range(5, 5 + len(units))) and units
 
 
-def test_work_of_another_release_or_damaged_work_is_begun_anew(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_of_another_release_or_damaged_work_is_begun_anew(tmp_path: Path, log: str) -> None:
     preprocess(KAGGLE, [log], tmp_path / "whole", SMALL)
     work = tmp_path / ".out.work"
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def interrupt() -> Path:
         """Interrupt a run that has read all units; returns a file of its rows."""
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(preprocessing.Job, "_write", stop)
+        with interrupted("_write"):
             preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
         return min((work / "stage").glob("*.rows"))
 
@@ -300,14 +281,6 @@ def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_p
 
     options = replace(SMALL, unit_bytes=80_000)
     preprocess(KAGGLE, [log], tmp_path / "whole", options)
-    original, written = preprocessing.Job._write, []
-
-    def write(job: Any, k: int, task: Any) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(k)
-        original(job, k, task)
-
     passed: dict[str, list[tuple[int, int]]] = {}
 
     def advise(file: int, start: int, count: int, _: int) -> None:
@@ -316,13 +289,11 @@ def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_p
     monkeypatch.setattr(job, "is_large", lambda _: True)
     monkeypatch.setattr(pagecache, "_STEP", 1000)
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_write", write)
-        with pytest.raises(KeyboardInterrupt):
-            preprocess(KAGGLE, [log], tmp_path / "out", options)
+    with interrupted("_write", 2) as written:
+        preprocess(KAGGLE, [log], tmp_path / "out", options)
     left = {int(p.name[:6]) for p in (tmp_path / ".out.work" / "stage").glob("*-*")}
     units = len(list((tmp_path / ".out.work" / "stage").glob("??????.json")))
-    assert left == set(range(units)) - set(written) and len(written) == 2 < units
+    assert left == set(range(units)) - {k for k, _ in written} and len(written) == 2 < units
     preprocess(KAGGLE, [log], tmp_path / "out", options)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
     # Pages were dropped of each unit, up to the end of the log, and of all written files.

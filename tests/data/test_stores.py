@@ -19,7 +19,7 @@ from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError
 from tests import forked
 from tests.data.gcs_server import gcs_server
-from tests.data.loader_support import decoded, parquet_bytes
+from tests.data.loader_support import decoded, parquet_bytes, train_log
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")
@@ -36,10 +36,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def local(tmp_path: Path, invent: Any, write: Any) -> Path:
+def local(tmp_path: Path) -> Path:
     """A log and its local output."""
-    write(tmp_path / "train.txt", invent(300))
-    preprocess(CRITEO, [str(tmp_path / "train.txt")], tmp_path / "out")
+    preprocess(CRITEO, [train_log(tmp_path, 300)], tmp_path / "out")
     return tmp_path
 
 

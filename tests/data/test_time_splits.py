@@ -1,6 +1,7 @@
 """Logs in order of time: splits by time, and sequences of users."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,15 +22,15 @@ from oper.data import (
     write_sequences,
 )
 from oper.data.folder import SPLITS
-from oper.data.generic import Choice, generic_recipe
-from oper.data.preprocessing import run as preprocessing, sequences, staging, writing
+from oper.data.generic import Choice
+from oper.data.preprocessing import sequences, staging, writing
 from oper.data.recipe import recipe_from_dict
 from oper.data.vocabulary import merging
 from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import InvalidInputError
 from tests import forked
-from tests.data.loader_support import decoded, digest
-from tests.data.test_verbs import run
+from tests.data.loader_support import decoded, digest, interrupted, made
+from tests.support import run_command
 
 TWEETS = load_recipe("movietweetings")
 START = 1_400_000_000
@@ -88,16 +89,14 @@ def test_rows_are_in_order_of_time_throughout_each_part(tmp_path: Path, case: st
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """For any sizes of chunks, spans and units; rows with equal times keep the order of the log."""
     recipe, times = recipe_from_dict(COLUMNS), CASES[case]
-    log = tmp_path / "log.csv"
-    log.write_text("y,t,x,row,few,bag\n" + "".join(
+    text = "y,t,x,row,few,bag\n" + "".join(
         f"{k % 2},{t},{k / 2},{k or ''},{'abc'[k % 3] * (k % 4 > 0)},{'|'.join('123'[:k % 4])}\n"
-        for k, t in enumerate(times.tolist())))
-    options = PreprocessOptions(valid="0.2", test="0.1", row_group_rows=64)
-    preprocess(recipe, [str(log)], tmp_path / "whole", options)
+        for k, t in enumerate(times.tolist()))
+    options = {"valid": "0.2", "test": "0.1", "row_group_rows": 64}
+    made(tmp_path, text, recipe, "whole", **options)
     monkeypatch.setattr(staging, "piece_rows", lambda *_: 150)
     monkeypatch.setattr(writing, "piece_rows", lambda *_: 150, raising=False)
-    preprocess(recipe, [str(log)], tmp_path / "pieces", replace(
-        options, unit_bytes=20_000, part_rows=400))
+    made(tmp_path, text, recipe, "pieces", unit_bytes=20_000, part_rows=400, **options)
     order = np.argsort(times, kind="stable")
     for name in ("whole", "pieces"):
         rows = Folder.open(tmp_path / name).rows
@@ -113,25 +112,14 @@ def test_rows_are_in_order_of_time_throughout_each_part(tmp_path: Path, case: st
     assert digest(tmp_path / "whole" / "vocabulary") == digest(tmp_path / "pieces" / "vocabulary")
 
 
-def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(tmp_path: Path) -> None:
     log = write(tmp_path / "ratings.dat", CASES["shuffled"])
     options = PreprocessOptions(unit_bytes=9_000, part_rows=300, row_group_rows=64)
     preprocess(TWEETS, [log], tmp_path / "one", options)
     preprocess(TWEETS, [log], tmp_path / "three", replace(options, num_workers=3))
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
-    original, written = preprocessing.Job._write, []
-
-    def write_some(job: Any, k: int, task: Any) -> None:
-        original(job, k, task)
-        written.append(k)
-        if len(written) in (2, 5):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(preprocessing.Job, "_write", write_some)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
+    for more in (2, 3):
+        with interrupted("_write", more - 1, finishes=True):
             preprocess(TWEETS, [log], tmp_path / "again", options)
     preprocess(TWEETS, [log], tmp_path / "again", options)
     assert digest(tmp_path / "again") == digest(tmp_path / "one")
@@ -144,11 +132,9 @@ def test_a_column_whose_bags_are_empty_throughout_the_training_part(
 ) -> None:
     """A finished vocabulary, none of whose values the training part uses, is accepted, too."""
     recipe = recipe_from_dict(COLUMNS | {"split": {"by": by}})
-    log = tmp_path / "log.csv"
-    log.write_text("y,t,x,row,few,bag\n" + "".join(
-        f"{k % 2},{START + 60 * k},{k},{k % 5},a,{'7|7' if k >= 95 else ''}\n" for k in range(100)))
-    manifest = preprocess(recipe, [str(log)], tmp_path / "out",
-                          PreprocessOptions(valid="0.1", **options))
+    text = "y,t,x,row,few,bag\n" + "".join(
+        f"{k % 2},{START + 60 * k},{k},{k % 5},a,{'7|7' if k >= 95 else ''}\n" for k in range(100))
+    manifest = made(tmp_path, text, recipe, valid="0.1", **options)
     assert manifest["rows"] == {"train": 90, "valid": 10, "test": 0}
     assert [len(x) for s in SPLITS[:2] for x in decoded(tmp_path / "out", s)["bag"]] == (
         [0] * 95 + [2] * 5)
@@ -156,8 +142,7 @@ def test_a_column_whose_bags_are_empty_throughout_the_training_part(
         return
     assert manifest["tables"]["bag"]["num_rows"] == 1
     assert any("'bag'" in x and "training part has none" in x for x in manifest["problems"])
-    again = preprocess(recipe, [str(log)], tmp_path / "again", PreprocessOptions(
-        valid="0.1", vocabulary=tmp_path / "out"))
+    again = made(tmp_path, text, recipe, "again", valid="0.1", vocabulary=tmp_path / "out")
     assert again["unseen"]["bag"] == {"values": 0, "accesses": 0, "share": 0.0}
 
 
@@ -178,11 +163,9 @@ def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         lines.append(f"{k % 2},{k},{user},i{draw.randrange(40)},k{k % 3},a|b,{k // 4 * 60}")
     if request.param:  # preprocessing sorts a log that is split by time
         lines[1:] = draw.sample(lines[1:], ROWS)
-    (folder / "log.csv").write_text("\n".join(lines) + "\n")
-    choice = Choice(["user", "item", "kind", "tags:|"], "y", ["n"],
-                    **({"time": "t"} if request.param else {}))
-    preprocess(generic_recipe("csv", choice), [str(folder / "log.csv")], folder / "out",
-               PreprocessOptions(valid="1/5", row_group_rows=64, part_rows=200))
+    made(folder, "\n".join(lines) + "\n", Choice(
+        ["user", "item", "kind", "tags:|"], "y", ["n"], **({"time": "t"} if request.param else {})),
+        valid="1/5", row_group_rows=64, part_rows=200)
     return folder / "out"
 
 
@@ -264,12 +247,10 @@ def test_events_of_rare_users_are_not_in_memory_together(events: Path, tmp_path:
 
 def test_users_that_share_hashed_rows_are_refused(tmp_path: Path) -> None:
     """Their events would form one sequence; hashed users without collisions are accepted."""
-    log = tmp_path / "log.csv"
-    log.write_text("user,item\n" + "".join(f"u{k % 30},i{k % 7}\n" for k in range(300)))
-    recipe = generic_recipe("csv", Choice(["user", "item"]))
+    text = "user,item\n" + "".join(f"u{k % 30},i{k % 7}\n" for k in range(300))
     for num_rows in (10, 1 << 20):
         folder = tmp_path / f"{num_rows}"
-        manifest = preprocess(recipe, [str(log)], folder, PreprocessOptions(hash_rows=num_rows))
+        manifest = made(tmp_path, text, Choice(["user", "item"]), folder.name, hash_rows=num_rows)
         shared = manifest["tables"]["user"]["num_collisions"]
         assert bool(shared) == (num_rows == 10)
         if shared:
@@ -304,19 +285,18 @@ def test_invalid_arguments_are_refused(events: Path, tmp_path: Path, options: di
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out")
-    assert run("sequences", str(events), "--by", "user", "--columns", "item,kind", "-o", out) == 0
-    text = capsys.readouterr().out
+def test_the_command(events: Path, tmp_path: Path, printed: Callable[..., str],
+                     capsys: pytest.CaptureFixture[str]) -> None:
+    out, none = tmp_path / "out", tmp_path / "none"
+    words = ("sequences", events, "--by", "user", "--columns")
+    text = printed(*words, "item,kind", "-o", out)
     rows = Folder.open(out).rows
     assert f"train: {rows['train']} sequences with" in text and f"written: {out}" in text
-    assert run("analyze", out, "-o", str(tmp_path / "s.npz")) == 0
-    none = str(tmp_path / "none")
-    run("sequences", str(events), "--by", "user", "--columns", "item", "-o", none,
-        "--min-length", "1000")
+    printed("analyze", out, "-o", tmp_path / "s.npz")
+    run_command(*words, "item", "-o", none, "--min-length", 1000)
     assert "warning: no user has a sequence in the train part" in capsys.readouterr().err
     assert len(Folder.open(none).manifest["problems"]) == 2
     with pytest.raises(InvalidInputError, match="use a URL"):
-        run("sequences", "s3://bucket/events", "--by", "user", "-o", none)
+        run_command("sequences", "s3://bucket/events", "--by", "user", "-o", none)
     with pytest.raises(InvalidInputError, match="a folder that does not exist"):
-        run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)
+        run_command(*words, "item", "-o", out)

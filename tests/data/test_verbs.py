@@ -1,10 +1,10 @@
 """Subcommands run from the command line; dry runs; derived columns."""
 
-import argparse
 import gzip
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,20 @@ from oper.data import PreprocessOptions, load_recipe, preprocess, verbs
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.stats import AccessStats
-from tests.data.loader_support import decoded
-from tests.support import ROOT, run_here
+from tests.data.loader_support import decoded, invent, made, train_log
+from tests.support import ROOT, run_command, run_here
 
 
-def run(verb: str, *words: str) -> int:
-    parser = argparse.ArgumentParser(prog=f"oper {verb}")
-    getattr(verbs, f"configure_{verb}")(parser)
-    return int(getattr(verbs, f"run_{verb}")(parser.parse_args(words)))
-
-
-def test_preprocess_and_analyze(tmp_path: Path, invent: Any, write: Any,
-                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_and_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = invent(140)
     rows[3][1] = "?"
-    path = str(write(tmp_path / "train.txt", rows))
     out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
-    assert run("preprocess", "criteo-kaggle", path, "-o", out, "--max-bad", "1") == 0
+    assert run_command("preprocess", "criteo-kaggle", train_log(tmp_path, rows), "-o", out,
+                       "--max-bad", 1) == 0
     text = capsys.readouterr()
     assert "120 train, 19 valid, 1 malformed" in text.out and out in text.out
     assert "row 4, column I1: '?'" in text.err
-    assert run("analyze", out, "-o", stats) == 0
+    assert run_command("analyze", out, "-o", stats) == 0
     text = capsys.readouterr()
     assert "120 samples" in text.out and "C26" in text.out and stats in text.out
     assert text.err == ""
@@ -48,38 +41,34 @@ def test_preprocess_and_analyze(tmp_path: Path, invent: Any, write: Any,
                                    ["--join-on", "a"], ["--cross", "a*b=3"]])
 def test_a_recipe_names_its_columns_itself(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(InvalidInputError, match=rf"options=\['{words[0]}'\].*leave them out"):
-        run("preprocess", "criteo-kaggle", "log", "-o", str(tmp_path / "out"), *words)
+        run_command("preprocess", "criteo-kaggle", "log", "-o", tmp_path / "out", *words)
 
 
-def test_json_is_one_object_on_stdout(tmp_path: Path, invent: Any, write: Any,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "train.txt", invent(70)))
-    out, stats = str(tmp_path / "out"), str(tmp_path / "log.stats")
-    run("preprocess", "criteo-kaggle", path, "-o", out, "--json", "--min-count", "1",
-        "--valid", "0.1", "--max-rows", "20")
-    manifest = json.loads(capsys.readouterr().out)
+def test_json_is_one_object_on_stdout(printed: Callable[..., str], tmp_path: Path) -> None:
+    out, stats = tmp_path / "out", tmp_path / "log.stats"
+    manifest = json.loads(printed(
+        "preprocess", "criteo-kaggle", train_log(tmp_path, 70), "-o", out, "--json", "--min-count",
+        1, "--valid", "0.1", "--max-rows", 20))
     assert manifest["rows"] == {"train": 63, "valid": 7, "test": 0} and manifest["min_count"] == 1
-    run("analyze", out, "-o", stats, "--json", "--memory", "1KiB")
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["output"] == stats and summary["ids_in_hotness_order"] is True
+    summary = json.loads(printed("analyze", out, "-o", stats, "--json", "--memory", "1KiB"))
+    assert summary["output"] == str(stats) and summary["ids_in_hotness_order"] is True
     assert summary["tables"]["C1"]["num_rows"] == 20
     assert summary["num_accesses"] == 63 * 26
 
 
-def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: Any,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_of_counts_and_of_parts(tmp_path: Path) -> None:
     counts = tmp_path / "counts.csv"
     counts.write_text("field,value,count\nsite,a,70\nsite,b,20\n")
     stats = str(tmp_path / "c.stats")
-    assert run("analyze", str(counts), "-o", stats, "--counts", "--samples", "100", "--cut", "10",
-               "--rows", "site=5") == 0
+    assert run_command("analyze", counts, "-o", stats, "--counts", "--samples", 100, "--cut", 10,
+                       "--rows", "site=5") == 0
     assert AccessStats.load(stats).tables["site"].num_touched_rows == 5
-    path = str(write(tmp_path / "train.txt", invent(140)))
+    path = train_log(tmp_path, 140)
     for k in range(2):
-        run("preprocess", "criteo-kaggle", path, "-o", str(tmp_path / f"out{k}"))
-        run("analyze", str(tmp_path / f"out{k}"), "-o", str(tmp_path / f"{k}.stats"))
-    assert run("analyze", "--merge", str(tmp_path / "0.stats"), str(tmp_path / "1.stats"), "-o",
-               stats) == 0
+        run_command("preprocess", "criteo-kaggle", path, "-o", tmp_path / f"out{k}")
+        run_command("analyze", tmp_path / f"out{k}", "-o", tmp_path / f"{k}.stats")
+    assert run_command("analyze", "--merge", tmp_path / "0.stats", tmp_path / "1.stats", "-o",
+                       stats) == 0
     assert AccessStats.load(stats).num_samples == 240
     for words, name in ((["x", "y", "-o", stats], "--merge"),
                         (["--merge", "x", "y", "x", "-o", stats], r"files=\['x'\]"),
@@ -88,24 +77,21 @@ def test_statistics_of_counts_and_of_parts(tmp_path: Path, invent: Any, write: A
                         ([str(counts), "-o", stats, "--counts", "--rows", "site=5,site=6"],
                          "each field once")):
         with pytest.raises(InvalidInputError, match=name):
-            run("analyze", *words)
+            run_command("analyze", *words)
 
 
-def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import pyarrow.parquet as pq
-
+def test_generate(printed: Callable[..., str], tmp_path: Path) -> None:
     spec = tmp_path / "w.toml"
     spec.write_text('name = "two"\ndays = 2\n[[table]]\nname = "t"\nrows = 50\nlength = 3\n')
     stats = str(tmp_path / "w.stats")
-    assert run("generate", str(spec), "-o", stats, "--samples", "100", "--lookups",
-               str(tmp_path / "out")) == 0
-    assert "synthetic, two" in capsys.readouterr().out
+    assert "synthetic, two" in printed("generate", spec, "-o", stats, "--samples", 100, "--lookups",
+                                       tmp_path / "out")
     found = AccessStats.load(stats)
     assert found.tables["t"].num_accesses == 300 and len(found.tables["t"].buckets) == 2
     table = pq.read_table(tmp_path / "out" / "lookups.parquet")
     assert table.num_rows == 100 and table.schema.metadata[b"synthetic"] == b"true"
     with pytest.raises(InvalidInputError, match="lookups"):
-        run("generate", str(spec), "-o", stats, "--lookups", str(tmp_path / "out"))
+        run_command("generate", spec, "-o", stats, "--lookups", tmp_path / "out")
     # Commands that need labels refuse the folder and say that `oper generate` wrote it.
     for words in (["analyze", str(tmp_path / "out"), "-o", stats],
                   ["train", "--data", str(tmp_path / "out"), "--out", str(tmp_path / "run")]):
@@ -121,9 +107,9 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "stats"):
         with pytest.raises(InvalidInputError, match="a file, not a folder"):
-            run("analyze", "data", "-o", str(out))
+            run_command("analyze", "data", "-o", out)
     with pytest.raises(TypeError):  # accepted: the counting, which is None here, is called
-        run("analyze", "data", "-o", os.devnull)
+        run_command("analyze", "data", "-o", os.devnull)
 
 
 def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,15 +117,16 @@ def test_capacity_of_row_numbers_is_warned_of(tmp_path: Path, capsys: pytest.Cap
     """Rare values share row 0, which is not a single key; without them there is no warning."""
     log = tmp_path / "log.csv"
     log.write_text("user,item\n" + "".join(f"u{k},i{k % 3}\n" for k in range(30)))
-    words = ["csv", str(log), "--sparse", "user,item", "--valid", "0", "-o", str(tmp_path / "out")]
-    run("preprocess", *words)
-    stats = str(tmp_path / "stats")
-    assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
+    words = ["preprocess", "csv", log, "--sparse", "user,item", "--valid", 0, "-o",
+             tmp_path / "out"]
+    analyze = ["analyze", tmp_path / "out", "-o", tmp_path / "stats", "--capacity", 9]
+    run_command(*words)
+    assert run_command(*analyze) == 0
     assert [x for x in capsys.readouterr().err.splitlines() if "--capacity" in x] == [
         "warning: --capacity counts row 0 of 'user', which rare and unseen values share, as one "
         "key: preprocess with --raw-ids to count them"]
-    run("preprocess", *words, "--force", "--raw-ids")
-    assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
+    run_command(*words, "--force", "--raw-ids")
+    assert run_command(*analyze) == 0
     assert "--capacity" not in capsys.readouterr().err
 
 
@@ -156,7 +143,7 @@ def test_urls_are_refused_before_work(tmp_path: Path, monkeypatch: pytest.Monkey
                         ("generate", ["w.toml", "-o", "hdfs://bucket/stats"]),
                         ("generate", ["w.toml", "-o", "stats", "--lookups", "s3://bucket/l"])):
         with pytest.raises(InvalidInputError, match=r"URL.*://"):
-            run(verb, *words)
+            run_command(verb, *words)
         assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
@@ -167,24 +154,23 @@ CSV = "user,item,price,stars,when\n" + "".join(
     for k in range(20_000))
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert run("preprocess", *words, "--dry-run", "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+@pytest.fixture
+def dry_run(printed: Callable[..., str]) -> Callable[..., Any]:
+    """Return a function that returns what a dry run prints."""
+    return lambda *words: json.loads(printed("preprocess", *words, "--dry-run", "--json"))
 
 
-def test_a_dry_run_describes_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                         ) -> None:
+def test_a_dry_run_describes_the_columns(dry_run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "log.csv.gz"
     path.write_bytes(gzip.compress(CSV.encode()))
     before = sorted(tmp_path.iterdir())
-    columns = dry_run(capsys, "csv", str(path))["columns"]
+    columns = dry_run("csv", path)["columns"]
     assert [(c["name"], c["type"]) for c in columns] == [
         ("user", "string"), ("item", "int64"), ("price", "double"), ("stars", "int64"),
         ("when", "int64")]
     assert columns[0]["distinct"] == 7 and columns[2]["missing"] == pytest.approx(0.25, abs=0.01)
-    found = dry_run(capsys, "csv", str(path), "--sparse", "user,item", "--label", "stars",
-                 "--threshold", "4", "--dense", "price:log1p", "--time", "when")
+    found = dry_run("csv", path, "--sparse", "user,item", "--label", "stars", "--threshold", 4,
+                    "--dense", "price:log1p", "--time", "when")
     assert {c["name"]: (c["kind"], c["parse"]) for c in found["columns"]} == {
         "label": ("label", "threshold"), "time": ("time", "unix"), "price": ("dense", "float"),
         "user": ("sparse", "string"), "item": ("sparse", "string")}
@@ -194,11 +180,10 @@ def test_a_dry_run_describes_the_columns(tmp_path: Path, capsys: pytest.CaptureF
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_problems_and_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                            ) -> None:
+def test_problems_and_mistakes_are_reported(dry_run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
-    found = dry_run(capsys, "csv", str(path), "--sparse", "user")
+    found = dry_run("csv", path, "--sparse", "user")
     assert "no label" in found["problems"][0]
     done = run_here("preprocess", "csv", str(path), "--sparse", "user", "--label", "stars",
                     "--dry-run")
@@ -226,22 +211,20 @@ def test_errors_of_dry_runs_name_the_users_file(
     messages = []
     for where in (["--dry-run"], ["-o", "out"]):
         with pytest.raises((FileFormatError, InvalidInputError), match=r"maybe|stars") as error:
-            run("preprocess", *words, *where)
+            run_command("preprocess", *words, *where)
         messages.append(str(error.value))
     assert messages[0] == messages[1] and str(path) in messages[0]
 
 
-def test_partitioned_parquet_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                          invent: Any, write: Any) -> None:
+def test_partitioned_parquet_and_a_recipe(printed: Callable[..., str], dry_run: Callable[..., Any],
+                                          tmp_path: Path) -> None:
     folder = tmp_path / "clicks" / "country=de"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"user": list(range(300)), "tags": [[1, 2]] * 300}),
                    folder / "part.parquet")
-    found = dry_run(capsys, "parquet", str(tmp_path / "clicks"), "--sparse", "user,tags,country")
+    found = dry_run("parquet", tmp_path / "clicks", "--sparse", "user,tags,country")
     assert found["tables"]["country"]["num_rows"] == 2 and found["tables"]["tags"]["num_rows"] == 3
-    log = str(write(tmp_path / "train.txt", invent(140)))
-    assert run("preprocess", "criteo-kaggle", log, "--dry-run") == 0
-    text = capsys.readouterr().out
+    text = printed("preprocess", "criteo-kaggle", train_log(tmp_path, 140), "--dry-run")
     assert "C26" in text and "hex32" in text and "of the first rows 120 train" in text
 
 
@@ -359,10 +342,9 @@ def test_the_documented_recipe(tmp_path: Path) -> None:
     (tmp_path / "ratings.toml").write_text(
         page.split('```toml title="ratings.toml"\n')[1].split("```")[0])
     (tmp_path / "items.csv").write_text('id,price,tags\nA,3,"x|y"\nB,,\n')
-    (tmp_path / "log.csv").write_text("user,item,rating,age,when\n" + "".join(
-        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)))
-    manifest = preprocess(load_recipe(str(tmp_path / "ratings.toml")), [str(tmp_path / "log.csv")],
-                          tmp_path / "out")
+    manifest = made(tmp_path, "user,item,rating,age,when\n" + "".join(
+        f"u{k % 9},{'AB'[k % 2]},{k % 6},{10 + k % 60},{60 * k}\n" for k in range(600)),
+        load_recipe(str(tmp_path / "ratings.toml")))
     assert manifest["problems"] == [] and sum(manifest["rows"].values()) == 500
     assert manifest["tables"]["tags"]["num_rows"] == 3
     assert manifest["tables"]["age"]["num_rows"] == 5

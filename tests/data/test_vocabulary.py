@@ -3,6 +3,7 @@
 import errno
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.rl_rec.data.interactions import load_interactions
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
-from tests.data.loader_support import encoded, ids_of, parquet_bytes
-from tests.data.test_verbs import run
+from tests.data.loader_support import encoded, ids_of, made, parquet_bytes
 from tests.references import hash_of
-from tests.support import counts_by
+from tests.support import counts_by, run_command
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
 ALL = {"valid": "1/10"}
@@ -134,48 +134,35 @@ def test_new_rows_follow_the_old_ones(days: Days, tmp_path: Path) -> None:
 
 
 def test_a_missing_field_that_comes_later(tmp_path: Path) -> None:
-    recipe = generic_recipe("csv", Choice(["n"]))
-    (tmp_path / "a.csv").write_text("n\n" + "x\ny\n" * 9)
-    (tmp_path / "b.csv").write_text("n\n" + 'x\n""\n' * 9)
-    for name, options in (("a", {}), ("b", {"vocabulary": tmp_path / "A"})):
-        preprocess(recipe, [str(tmp_path / f"{name}.csv")], tmp_path / name.upper(),
-                   PreprocessOptions(valid="0", **options))
+    first, second = "n\n" + "x\ny\n" * 9, "n\n" + 'x\n""\n' * 9
+    made(tmp_path, first, Choice(["n"]), "A", valid="0")
+    made(tmp_path, second, Choice(["n"]), "B", valid="0", vocabulary=tmp_path / "A")
     assert set(encoded(tmp_path / "B", "n")) == {0, 1}
     extend(tmp_path / "A", [tmp_path / "B"], tmp_path / "V")
     assert ids_of(tmp_path / "V", "n") == {"x": 1, "y": 2, None: 3}
-    preprocess(recipe, [str(tmp_path / "b.csv")], tmp_path / "C",
-               PreprocessOptions(valid="0", vocabulary=tmp_path / "V"))
+    made(tmp_path, second, Choice(["n"]), "C", valid="0", vocabulary=tmp_path / "V")
     assert encoded(tmp_path / "C", "n") == [1, 3] * 9
 
 
 def test_strings_that_are_not_utf8_keep_their_rows(tmp_path: Path) -> None:
-    recipe = generic_recipe("csv", Choice(["n"]))
-    (tmp_path / "a.csv").write_bytes(b"n\n" + b"\xff\n\\xff\nab\n" * 5)
     for name, options in (("A", {}), ("B", {"vocabulary": tmp_path / "A"})):
-        preprocess(recipe, [str(tmp_path / "a.csv")], tmp_path / name,
-                   PreprocessOptions(valid="0", **options))
+        made(tmp_path, b"n\n" + b"\xff\n\\xff\nab\n" * 5, Choice(["n"]), name, valid="0", **options)
     assert encoded(tmp_path / "A", "n") == encoded(tmp_path / "B", "n")
     assert len(set(encoded(tmp_path / "A", "n"))) == 3
 
 
 def test_hashed_columns_and_integers(tmp_path: Path) -> None:
-    recipe = generic_recipe("parquet", Choice(["n"]))
-    pq.write_table(pa.table({"n": pa.array([5, 7, 7, -3] * 4)}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"n": pa.array([7, 9, 9] * 4, pa.int32())}), tmp_path / "b.parquet")
     for kind in ({"hash_rows": 50}, {}):
-        out = tmp_path / f"A{len(kind)}"
-        preprocess(recipe, [str(tmp_path / "a.parquet")], out,
-                   PreprocessOptions(valid="0", **kind))
-        manifest = preprocess(recipe, [str(tmp_path / "b.parquet")], tmp_path / f"B{len(kind)}",
-                              PreprocessOptions(valid="0", vocabulary=out))
+        made(tmp_path, {"n": [5, 7, 7, -3] * 4}, Choice(["n"]), f"A{len(kind)}", valid="0", **kind)
+        manifest = made(tmp_path, {"n": pa.array([7, 9, 9] * 4, pa.int32())}, Choice(["n"]),
+                        f"B{len(kind)}", valid="0", vocabulary=tmp_path / f"A{len(kind)}")
         assert manifest["unseen"]["n"] == {"values": 1, "accesses": 8, "share": 8 / 12}
     assert len(set(encoded(tmp_path / "B1", "n"))) == 2
     with pytest.raises(InvalidInputError, match="hash has a row"):
         extend(tmp_path / "A1", [tmp_path / "B1"], tmp_path / "V")
-    pq.write_table(pa.table({"n": pa.array([1, 2], pa.uint64())}), tmp_path / "c.parquet")
     with pytest.raises(InvalidInputError, match="both signed, both unsigned or both strings"):
-        preprocess(recipe, [str(tmp_path / "c.parquet")], tmp_path / "C",
-                   PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
+        made(tmp_path, {"n": pa.array([1, 2], pa.uint64())}, Choice(["n"]), "C", valid="0",
+             vocabulary=tmp_path / "A0")
 
 
 def test_unsuitable_vocabularies_and_folders_are_refused(days: Days, tmp_path: Path,
@@ -214,26 +201,24 @@ def test_unsuitable_vocabularies_and_folders_are_refused(days: Days, tmp_path: P
         FinishedVocabulary.open(tmp_path / "d0")
 
 
-def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path, printed: Callable[..., str]
+                                        ) -> None:
     own = ["--label", "clicked", "--sparse", "user,item,tags:|", "--time", "ts"]
-    d0, d1, v1, d2 = (str(tmp_path / n) for n in ("d0", "d1", "v1", "d2"))
-    run("preprocess", "csv", str(tmp_path / "day0.csv"), "-o", d0, *own)
-    run("preprocess", "csv", str(tmp_path / "day1.csv"), "-o", d1, *own, "--vocabulary", d0)
-    assert "unseen in user: " in capsys.readouterr().out
-    run("vocabulary", "extend", d0, d1, "-o", v1)
-    assert "new rows" in capsys.readouterr().out
-    run("preprocess", "csv", str(tmp_path / "day2.csv"), "-o", d2, *own, "--vocabulary", v1)
-    capsys.readouterr()
-    run("vocabulary", "extend", v1, d2, "-o", str(tmp_path / "v2"), "--json")
-    assert json.loads(capsys.readouterr().out)["kind"] == "oper-vocabulary"
+    d0, d1, v1, d2 = (tmp_path / n for n in ("d0", "d1", "v1", "d2"))
+    printed("preprocess", "csv", tmp_path / "day0.csv", "-o", d0, *own)
+    assert "unseen in user: " in printed("preprocess", "csv", tmp_path / "day1.csv", "-o", d1, *own,
+                                         "--vocabulary", d0)
+    assert "new rows" in printed("vocabulary", "extend", d0, d1, "-o", v1)
+    printed("preprocess", "csv", tmp_path / "day2.csv", "-o", d2, *own, "--vocabulary", v1)
+    extended = printed("vocabulary", "extend", v1, d2, "-o", tmp_path / "v2", "--json")
+    assert json.loads(extended)["kind"] == "oper-vocabulary"
     parts = [analyze_folder(d) for d in (d0, d1, d2)]
     for k, part in enumerate(parts):
         part.save(tmp_path / f"{k}.stats")
     with pytest.raises(InvalidInputError, match="grown"):
         merge_stats(parts)
-    files = [str(tmp_path / f"{k}.stats") for k in range(3)]
-    assert run("analyze", "--merge", "--grown", *files, "-o", str(tmp_path / "all.stats")) == 0
+    files = [tmp_path / f"{k}.stats" for k in range(3)]
+    printed("analyze", "--merge", "--grown", *files, "-o", tmp_path / "all.stats")
     merged = merge_stats(parts, grown=True)
     assert merged.num_samples == sum(p.num_samples for p in parts)
     for name, table in merged.tables.items():
@@ -281,8 +266,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for day in ("d0", "day1", "day2"):
         files.append(str(tmp_path / f"{day}.stats"))
         analyze_folder(tmp_path / day).save(files[-1])
-    assert run("analyze", "--merge", "--remap", str(tmp_path / "v2"), *files, "-o",
-               str(tmp_path / "all.stats")) == 0
+    assert run_command("analyze", "--merge", "--remap", tmp_path / "v2", *files, "-o",
+                       tmp_path / "all.stats") == 0
     found, plain = AccessStats.load(tmp_path / "all.stats"), merge_stats(
         map(AccessStats.load, files), grown=True)
     for name, table in found.tables.items():
@@ -432,10 +417,8 @@ def test_statistics_of_keys(tmp_path: Path) -> None:
 def test_presence_is_that_of_the_keys(tmp_path: Path) -> None:
     """Keys that differ only in their upper bits count as different rows."""
     keys = np.array([k << 56 for k in range(64)] * 4, np.int64)
-    pq.write_table(pa.table({"id": keys, "y": np.arange(256) % 2}), tmp_path / "log.parquet")
-    recipe = generic_recipe("parquet", Choice(["id"], "y"))
-    preprocess(recipe, [str(tmp_path / "log.parquet")], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid="0"))
+    made(tmp_path, {"id": keys, "y": np.arange(256) % 2}, Choice(["id"], "y"), raw_ids=True,
+         valid="0")
     table = analyze_folder(tmp_path / "out", options=CountOptions(
         presence_samples=(32, 128))).tables["id"]
     assert table.presence_samples.tolist() == [32, 128]
@@ -452,22 +435,16 @@ def test_raw_ids_have_no_vocabulary(options: dict[str, Any], name: str) -> None:
         PreprocessOptions(raw_ids=True, **options)
 
 
-def parquet_log(path: Path, ids: pa.Array) -> str:
-    pq.write_table(pa.table({"id": ids, "y": [k % 2 for k in range(len(ids))]}), path)
-    return str(path)
-
 
 def test_the_number_that_stands_for_a_missing_field_is_refused(tmp_path: Path) -> None:
-    log = parquet_log(tmp_path / "a.parquet", pa.array([1, 2, MISSING, None]))
     with pytest.raises(InvalidInputError, match=f"'id' raw: id={MISSING}"):
-        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
-                   PreprocessOptions(raw_ids=True))
+        made(tmp_path, {"id": [1, 2, MISSING, None], "y": [0, 1] * 2}, Choice(["id"], "y"),
+             raw_ids=True)
 
 
 def test_a_column_without_a_value(tmp_path: Path) -> None:
-    log = parquet_log(tmp_path / "a.parquet", pa.array([None] * 4, pa.string()))
-    preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid="0"))
+    made(tmp_path, {"id": pa.array([None] * 4, pa.string()), "y": [0, 1] * 2}, Choice(["id"], "y"),
+         raw_ids=True, valid="0")
     assert encoded(tmp_path / "out", "id") == [MISSING] * 4
 
 
@@ -482,32 +459,28 @@ def test_commands_that_need_row_numbers_refuse_raw_ids(tmp_path: Path) -> None:
         make_raw(tmp_path, "d1", day=1, raw_ids=False, vocabulary=folder)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path, printed: Callable[..., str]) -> None:
     write_log(tmp_path / "log.csv")
-    words = ["csv", str(tmp_path / "log.csv"), "--sparse", ",".join(SPARSE), "--label", "clicked",
-             "--time", "ts", "--raw-ids"]
-    assert run("preprocess", *words, "--dry-run") == 0
-    assert "raw" in capsys.readouterr().out
-    out, stats = str(tmp_path / "out"), str(tmp_path / "stats")
-    assert run("preprocess", *words, "-o", out) == 0
-    assert "raw ids: 4 columns, 2 of them hashes of strings" in capsys.readouterr().out
-    assert run("preprocess", *words, "-o", out) == 0  # the output exists already
-    capsys.readouterr()
-    assert run("analyze", out, "-o", stats, "--capacity", "9") == 0
-    assert "as dynamic tables" in capsys.readouterr().out
-    assert run("analyze", out, "-o", stats, "--capacity", "9", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["tables"]["item"]
+    words = ["preprocess", "csv", tmp_path / "log.csv", "--sparse", ",".join(SPARSE), "--label",
+             "clicked", "--time", "ts", "--raw-ids"]
+    assert "raw" in printed(*words, "--dry-run")
+    out, stats = tmp_path / "out", tmp_path / "stats"
+    assert "raw ids: 4 columns, 2 of them hashes of strings" in printed(*words, "-o", out)
+    printed(*words, "-o", out)  # the output exists already
+    analyze = ["analyze", out, "-o", stats, "--capacity", 9]
+    assert "as dynamic tables" in printed(*analyze)
+    found = json.loads(printed(*analyze, "--json"))["tables"]["item"]
     known = AccessStats.load(stats).tables["item"]
     assert found["forecast"]["keys"] == known.num_touched_rows == sum(found["new_ids"])
     assert found["forecast"]["default_share"] == forecast(known, 9).default_share
     words = ["analyze", out, "-o", stats, "--json", "--time-to-live", "3", "--eviction", "lfu"]
     for more, message in (([], "--capacity"), (["--capacity", "9"], "--update-samples")):
         with pytest.raises(UsageError, match=message):
-            run(*words, *more)
+            printed(*words, *more)
     with pytest.raises(UsageError, match="--update-samples=2, expected no value without"):
-        run("analyze", out, "-o", stats, "--capacity", "9", "--update-samples", "2")
-    assert run(*words, "--capacity", "9", "--update-samples", "2") == 0
-    found = json.loads(capsys.readouterr().out)["tables"]["item"]["forecast"]
+        printed(*analyze, "--update-samples", 2)
+    found = json.loads(printed(*words, "--capacity", 9, "--update-samples", 2)
+                       )["tables"]["item"]["forecast"]
     samples = AccessStats.load(stats).num_samples
     assert found["occupied"] == forecast(
         known, 9, 1, "lfu", None, 6 * known.num_accesses / samples).occupied < 8

@@ -323,47 +323,34 @@ def test_dicts_that_would_change_are_not_saved(value: Any, tmp_path: Path) -> No
 POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host/faults.h
 
 
-def _dies(rank: int, world_size: int, plan: int, folder: str, point: str, occasion: int
-          ) -> dict[str, Any]:
-    """Kill rank 1 at a point of step 2; return the outputs of the other ranks."""
-    model = sharded(world_size, plan)
+def _fails(rank: int, world_size: int, folder: str, point: str, occasion: int, fault: int,
+           pause_us: int) -> dict[str, Any]:
+    """Rank 1 is killed, or pauses, at a point of step 2; return what ranks say and save."""
+    model = sharded(world_size, 101)
     survivors = Survivors(model, fused(model))
     for step in range(2):
         train(model, rank, world_size, range(step, step + 1))
         survivors.mark()
     report({"trained": True})
     if rank == 1:
-        torch.ops.oper.arm_fault(POINTS[point], occasion, int(signal.SIGKILL), 0, -1)
+        torch.ops.oper.arm_fault(POINTS[point], occasion, fault, pause_us, -1)
     try:
         train(model, rank, world_size, range(2, 4))
-    except (PeerLostError, RuntimeError) as error:
+    except (DeadlineError, PeerLostError, RuntimeError) as error:
         try:
-            wrote = survivors.save(folder, {"step": 2})
+            wrote = survivors.save(folder, {"next_step": 2, "sums": torch.arange(3.0)})
         except OperError as refusal:
-            return {"refused": str(refusal), "after": str(error)}
-        return {"wrote": wrote}
+            return {"refused": str(refusal), "error": str(error)}
+        return {"wrote": wrote, "error": str(error)}
     return {"went on": True}
 
 
-def _loaded(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
-    model = sharded(world_size, plan, seed=9)
-    assert oper.load_checkpoint(folder, model, fused(model))["step"] == 2
-    return flat(state_of(model))
-
-
-def _two_steps(rank: int, world_size: int, plan: int) -> dict[str, torch.Tensor]:
-    model = sharded(world_size, plan)
-    train(model, rank, world_size, range(2))
-    return flat(state_of(model))
-
-
-def _answers(world_size: int, folder: Path, point: str, occasion: int) -> list[dict[str, Any]]:
-    with world(world_size, _dies, 101, str(folder), point, occasion) as running:
-        for rank in range(world_size):
-            running.receive(rank)
-        with pytest.raises(RankFailedError):
-            running.receive(1)
-        return [running.receive(r) for r in range(world_size) if r != 1]
+def _check_saved(folder: Path, *worlds: tuple[int, int]) -> None:
+    """The checkpoint has the state after two steps, on any number of ranks under any plan."""
+    held = run_ranks(go_on, worlds[0][0], 101, range(2))
+    for size, plan in worlds:
+        assert_bitwise(run_ranks(go_on, size, plan, range(2, 2), str(folder)), held,
+                       f"the marked step on {size}")
 
 
 @pytest.mark.parametrize("world_size, point, occasion", [
@@ -372,47 +359,33 @@ def _answers(world_size: int, folder: Path, point: str, occasion: int) -> list[d
 def test_survivors_save_one_step_or_nothing(world_size: int, point: str, occasion: int,
                                             tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    answers = _answers(world_size, folder, point, occasion)
+    with world(world_size, _fails, str(folder), point, occasion, int(signal.SIGKILL), 0) as running:
+        for rank in range(world_size):
+            running.receive(rank)
+        with pytest.raises(RankFailedError):
+            running.receive(1)
+        answers = [running.receive(r) for r in range(world_size) if r != 1]
     wrote = [a.get("wrote") for a in answers]
     if point == "forward":  # no rank can have begun an update
         assert wrote[0] is True, answers
     if point == "update":
         assert all("refused" in a for a in answers), answers
     if True in wrote:
-        held = run_ranks(_two_steps, world_size, 101)
-        assert_bitwise(run_ranks(_loaded, world_size, 101, str(folder)), held, "the marked step")
-        assert_bitwise(run_ranks(_loaded, 1, 5, str(folder)), held, "on one rank")
+        _check_saved(folder, (world_size, 101), (1, 5))
     else:
         assert not folder.exists() and not list(tmp_path.iterdir())
 
 
-def _stalls(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Rank 1 sleeps past the deadline in step 2; return the outputs of both ranks."""
-    model = sharded(world_size, 101)
-    survivors = Survivors(model, fused(model))
-    train(model, rank, world_size, range(2))
-    survivors.mark()
-    report({"trained": True})
-    if rank == 1:
-        torch.ops.oper.arm_fault(POINTS["outbox"], 1, 0, 5_000_000, -1)
-    with pytest.raises((DeadlineError, PeerLostError)) as caught:
-        train(model, rank, world_size, range(2, 3))
-    try:
-        return {"error": str(caught.value), "wrote": survivors.save(folder, {"step": 2})}
-    except OperError as refusal:
-        return {"error": str(caught.value), "refused": str(refusal)}
-
-
 def test_survivors_save_without_a_stalled_rank(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    with world(2, _stalls, str(folder), env={"OPER_DEADLINE_S": "1.5"}) as running:
+    with world(2, _fails, str(folder), "outbox", 1, 0, 5_000_000, env={"OPER_DEADLINE_S": "1.5"}
+               ) as running:
         for rank in range(2):
             running.receive(rank)
         saved, woken = running.receive(0), running.receive(1)
     assert saved.get("wrote") is True, saved
     assert "rank=1" in saved["error"] and "refused" in woken, (saved, woken)
-    held = run_ranks(_two_steps, 2, 101)
-    assert_bitwise(run_ranks(_loaded, 1, 5, str(folder)), held, "the marked step")
+    _check_saved(folder, (2, 101), (1, 5))
 
 
 def _alive(rank: int, world_size: int, folder: str) -> str:

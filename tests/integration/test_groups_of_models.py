@@ -39,9 +39,16 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.randn(6 + rank, DIM, generator=g)
 
 
-def train(model: Any, step: int, rank: int) -> None:
-    ids, target = batch(step, rank)
-    ((model(ids) - target) ** 2).mean().backward()
+def grouped(seed: int, every: int = 1, delay: int = 0) -> Any:
+    """Shard the table in two groups."""
+    return oper.shard(table(seed), optimizer=oper.SGD(lr=LR), replica_groups=2,
+                      synchronize_every=every, synchronize_delay=delay, batch_size=8)
+
+
+def train(model: Any, rank: int, *steps: int) -> None:
+    for step in steps:
+        ids, target = batch(step, rank)
+        ((model(ids) - target) ** 2).mean().backward()
 
 
 def reference(steps: int, world_size: int) -> torch.Tensor:
@@ -58,25 +65,20 @@ def reference(steps: int, world_size: int) -> torch.Tensor:
 
 
 def train_and_save(rank: int, world_size: int, every: int, delay: int, folder: str) -> Any:
-    model = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
+    model = grouped(rank, every, delay)
     start = model.weight.detach().clone()
-    for step in range(3):
-        train(model, step, rank)
+    train(model, rank, 0, 1, 2)
     if every > 1:
         with pytest.raises(oper.OperError, match="updates since the last synchronization"):
             model.state_dict()
     oper.save_checkpoint(folder, model)
     saved = whole(model.state_dict())["weight"]
-    for step in range(3, 5):
-        train(model, step, rank)
+    train(model, rank, 3, 4)
     oper.synchronize(model)
-    other = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
+    other = grouped(rank, every, delay)
     oper.load_checkpoint(folder, other)
     assert torch.equal(whole(other.state_dict())["weight"], saved)
-    for step in range(3, 5):
-        train(other, step, rank)
+    train(other, rank, 3, 4)
     oper.synchronize(other)
     assert torch.equal(whole(other.state_dict())["weight"], whole(model.state_dict())["weight"])
     return start, saved, other.weight.detach().clone()
@@ -181,8 +183,8 @@ def test_all_groups_skip_keys_that_a_rank_refuses() -> None:
 def shard_often(rank: int, world_size: int) -> None:
     held = []
     for step in range(4):
-        model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
-        train(model, step, rank)
+        model = grouped(7)
+        train(model, rank, step)
         dist.barrier()
         model.tables.close()
         held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
@@ -237,11 +239,7 @@ def test_impossible_groups_are_refused() -> None:
 def start_again(rank: int, world_size: int, store: str) -> None:
     """An invalid state on one rank; then new process groups while rows of the old model are sent.
     """
-    def shard() -> Any:
-        return oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                          synchronize_every=2, synchronize_delay=2, batch_size=8)
-
-    old = shard()
+    old = grouped(7, 2, 2)
     before = old.weight.detach().clone()
     with pytest.raises(RuntimeError, match="cannot load table 'weight'"):
         old.load_state_dict({"weight": torch.zeros(ROWS + rank, DIM)})
@@ -249,15 +247,13 @@ def start_again(rank: int, world_size: int, store: str) -> None:
     go_on = threading.Event()
     if rank:  # the other rank waits for its rows
         old.tables.replicas.groups.background.thread.submit(go_on.wait)
-    for step in range(2):
-        train(old, step, rank)
+    train(old, rank, 0, 1)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                             world_size=world_size)
-    new = shard()
+    new = grouped(7, 2, 2)
     go_on.set()
-    for step in range(4):
-        train(new, step, rank)
+    train(new, rank, *range(4))
     # The second, if the exchange has ended with an error before.
     words = "'closed', expected an existing process group|lost the counterpart"
     with pytest.raises(oper.OperError, match=words):
@@ -313,15 +309,13 @@ def test_a_late_group_is_synchronized_before_another_call_of_shard(
 
 
 def lose(rank: int, world_size: int, every: int, delay: int) -> str:
-    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
-    train(model, 0, rank)
+    model = grouped(7, every, delay)
+    train(model, rank, 0)
     report("ready")
     if rank == 3:
         received()
     with pytest.raises(oper.PeerLostError) as lost:
-        for step in range(1, 1000):
-            train(model, step, rank)
+        train(model, rank, *range(1, 1000))
     return str(lost.value)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,21 +31,32 @@ from tests.runtime_support import assert_bitwise, whole
 from tests.world_support import run_world
 
 BATCH, LR, STEPS = 12, 0.1, 6
+CPU = torch.device("cpu")
+
+
+def table_of(pooled: bool, name: str, rows: int, features: list[str], **fields: Any) -> Any:
+    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
+    return config(num_embeddings=rows, embedding_dim=8, name=name, feature_names=features, **fields)
+
+
+def inner_of(tables: list[Any], pooled: bool = True) -> Any:
+    torch.manual_seed(0)
+    kind = torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection
+    return kind(tables=tables, device=CPU)
+
+
+def mapped(tables: list[Any], maps: Sequence[Any], pooled: bool) -> Any:
+    """A collection of tables, each behind its map."""
+    collection = ManagedCollisionCollection(
+        {t.name: of for t, of in zip(tables, maps, strict=True)}, tables)
+    kind = (ManagedCollisionEmbeddingBagCollection if pooled
+            else ManagedCollisionEmbeddingCollection)
+    return kind(inner_of(tables, pooled), collection, return_remapped_features=True)
 
 
 def make(pooled: bool = True) -> Any:
-    torch.manual_seed(0)
-    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
-    tables = [config(num_embeddings=20, embedding_dim=8, name="t", feature_names=["f", "g"])]
-    inner = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(
-        tables=tables, device=torch.device("cpu"))
-    hashing = ManagedCollisionCollection(managed_collision_modules={
-        "t": MCHManagedCollisionModule(
-            zch_size=20, device=torch.device("cpu"), eviction_interval=2,
-            eviction_policy=LFU_EvictionPolicy())}, embedding_configs=tables)
-    kind = (ManagedCollisionEmbeddingBagCollection if pooled
-            else ManagedCollisionEmbeddingCollection)
-    return kind(inner, hashing, return_remapped_features=True)
+    return mapped([table_of(pooled, "t", 20, ["f", "g"])], [MCHManagedCollisionModule(
+        20, CPU, LFU_EvictionPolicy(), eviction_interval=2)], pooled)
 
 
 def batch_of(step: int, rank: int, world_size: int) -> KJT:
@@ -117,10 +129,8 @@ def test_managed_collisions(pooled: bool) -> None:
 
 def _make_hashing() -> tuple[Any, Any]:
     """The model with a module that learns while it maps, and that module, which has seen 20 ids."""
-    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-
     model = make()
-    maps = HashZchManagedCollisionModule(20, torch.device("cpu"), total_num_buckets=1)
+    maps = HashZchManagedCollisionModule(20, CPU, total_num_buckets=1)
     maps._hash_zch_identities.data[:, 0] = torch.arange(20) * 10**9
     model._managed_collision_collection._managed_collision_modules["t"] = maps
     return model, maps
@@ -152,7 +162,6 @@ def test_modules_that_learn_while_mapping_are_refused() -> None:
 # ---- tables behind them become dynamic tables ----------------------------------------------------
 
 ROWS, RATE = 40, 0.1
-CPU = torch.device("cpu")
 
 
 def mch(policy: Any = None, **fields: Any) -> MCHManagedCollisionModule:
@@ -167,26 +176,10 @@ def hash_zch(policy: HashZchEvictionPolicyName | None = HashZchEvictionPolicyNam
         eviction_config=HashZchEvictionConfig(features=["f"], single_ttl=9), **fields)
 
 
-def tables_of(pooled: bool = True, names: tuple[str, ...] = ("t", "u"), **fields: Any) -> list[Any]:
-    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
-    return [config(num_embeddings=ROWS, embedding_dim=8, name=n, feature_names=[f"{n}1", f"{n}2"],
-                   **fields) for n in names]
-
-
-def inner_of(tables: list[Any], pooled: bool = True) -> Any:
-    torch.manual_seed(0)
-    kind = torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection
-    return kind(tables=tables, device=CPU)
-
-
 def make_mapped(*maps: Any, pooled: bool = True, **fields: Any) -> Any:
     """A model of tables t and u, each with two features, behind `maps`."""
-    tables = tables_of(pooled, ("t", "u")[:len(maps)], **fields)
-    collection = ManagedCollisionCollection(
-        {t.name: of for t, of in zip(tables, maps, strict=True)}, tables)
-    kind = (ManagedCollisionEmbeddingBagCollection if pooled
-            else ManagedCollisionEmbeddingCollection)
-    return kind(inner_of(tables, pooled), collection, return_remapped_features=True)
+    return mapped([table_of(pooled, n, ROWS, [f"{n}1", f"{n}2"], **fields)
+                   for n in "tu"[:len(maps)]], maps, pooled)
 
 
 def eight_samples(step: int, num_tables: int = 2) -> KJT:
@@ -221,7 +214,8 @@ def test_settings(of: nn.Module, fields: dict[str, Any]) -> None:
     """The table has the rows and evictions of a dynamic table with the expected settings."""
     model: Any = oper.shard(make_mapped(of), dynamic="torchrec", optimizer=SGD)
     rule = oper.DynamicTable(init_bound=BOUND, **fields)
-    direct: Any = oper.shard(inner_of(tables_of(names=("t",))), dynamic=rule, optimizer=SGD)
+    direct: Any = oper.shard(inner_of([table_of(True, "t", ROWS, ["t1", "t2"])]), dynamic=rule,
+                             optimizer=SGD)
     for step in range(12):
         batch = eight_samples(step, 1)
         out, ids = model(batch)

@@ -16,12 +16,13 @@ import torch
 import oper
 from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint import weights
-from oper.integration.checkpoint.delta_files import base_of, folder_of
+from oper.integration.checkpoint.delta_files import base_of, find, folder_of
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.shmem.publication.reader import Reader
 from oper.support.files import read_arrays, write_arrays
-from tests.checkpoint_support import Model, fused, run_ranks, sharded, train
+from tests.checkpoint_support import Model, flat, fused, run_ranks, sharded, state_of, train
+from tests.runtime_support import assert_bitwise
 from tests.serve_support import bits_of
 
 pytest.importorskip("torchrec")
@@ -30,23 +31,20 @@ STEPS = range(2, 7)  # of deltas
 _names = itertools.count()
 
 
-def trained(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
-    """A whole checkpoint of step 1 in ``folder/run``, a delta of each further step, and whole
-    checkpoints of all steps in ``folder/STEP``."""
-    model = sharded(world_size, plan)
+def trained(rank: int, world_size: int, plan: int, folder: str, last: int = STEPS[-1],
+            every: int = 1, groups: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """A whole checkpoint of step 1 in ``folder/run``, a delta after each `every` further steps, and
+    whole checkpoints of the same steps in ``folder/STEP``; returns the last state."""
+    model = sharded(world_size // groups, plan, replica_groups=groups, **options)
     optimizer = fused(model)
     with DeltaCheckpoints(f"{folder}/run", model, optimizer, memory_bytes=20_000) as saver:
-        for step in range(1, STEPS.stop):
+        for step in range(1, last + 1):
             train(model, rank, world_size, range(step, step + 1))
-            with torch.no_grad():
-                model.dense.bias += step
-            if step == 1:
-                saver.save_full(step)
-            else:
-                saver.save(step)
-            oper.save_checkpoint(f"{folder}/{step}", model, optimizer)
+            if (step - 1) % every == 0:
+                (saver.save if step > 1 else saver.save_full)(step)
+                oper.save_checkpoint(f"{folder}/{step}", model, optimizer)
         saver.flush()
-    return {"step": torch.tensor([step])}
+    return flat(state_of(model))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +110,49 @@ def test_every_step_equals_a_full_publication(world_size: int, plan: int, row_dt
             served.apply(change.rows, change.dense)
         follower.applied(change)
     assert bits_of(served.name) == seen[-1]
+
+
+TABLES = {"ta": "/model/bags.embedding_bags.ta.weight",
+          "tc": "/model/bags.embedding_bags.tc.weight",
+          "ts": "/model/items.embeddings.ts.weight", "places": "/model/places.weight"}
+
+
+def trained_in_groups(rank: int, world_size: int, plan: int, folder: str, every: int, delay: int,
+                      bits: int) -> dict[str, torch.Tensor]:
+    """Seven steps of two replica groups, with a delta after every second one."""
+    return trained(rank, world_size, plan, folder, 7, 2, 2, synchronize_every=every,
+                   synchronize_delay=delay, synchronize_bits=bits)
+
+
+def loaded(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(world_size, 3, seed=9)
+    oper.load_checkpoint(folder, model, fused(model))
+    return flat(state_of(model))
+
+
+@pytest.mark.parametrize(("plan", "every", "delay", "bits"), [
+    (101, 1, 0, 32), (105, 3, 2, 8)])
+def test_a_delta_of_groups_has_the_rows_of_its_step(plan: int, every: int, delay: int, bits: int,
+                                                    tmp_path: Path) -> None:
+    """Covers deltas between synchronizations, while rows are being sent, and of rounded rows."""
+    last = run_ranks(trained_in_groups, 4, plan, str(tmp_path), every, delay, bits)
+    chain = find(tmp_path / "run", tmp_path / "run")
+    assert [(d.step, d.since, d.world_size, d.is_complete) for d in chain] == [
+        (3, 1, 4, True), (5, 3, 4, True), (7, 5, 4, True)]
+    assert_bitwise(run_ranks(loaded, 1, str(tmp_path / "run")), last, "all deltas")
+    state = run_ranks(loaded, 1, str(tmp_path / "1"))
+    follower = Follower(lambda: tmp_path / "run")
+    for change in follower.changes():
+        whole = run_ranks(loaded, 1, str(tmp_path / str(change.step)))
+        for name, key in TABLES.items():
+            ids, rows = change.rows[name]
+            at = torch.from_numpy(ids)
+            assert 0 < at.numel() == at.unique().numel()
+            assert (state[key][at] != rows).any(dim=1).float().mean() > 0.9  # few did not change
+            state[key][at] = rows
+            assert torch.equal(state[key], whole[key]), (change.step, name)
+        follower.applied(change)
+    assert change.step == 7
 
 
 def number(run: Path, k: int) -> Path:

@@ -4,7 +4,7 @@ A model is a dict that prints as a Python literal, so that the text of a failing
 to run it again. Sharded and unsharded models are built from the same data and have equal weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 Spec = dict[str, Any]
 NAMES = ("first", "second")  # children of a Net
+LISTS = {"ebc": "embedding_bags", "ec": "embeddings"}  # in which collections have their tables
 # Shapes of batches; `usual` has a few bags, some of them empty.
 SHAPES = ("usual", "usual", "usual", "empty_bags", "empty_batch", "one", "repeats", "same", "int32",
           "strided", "two_d", "other_keys", "variable")
@@ -111,9 +112,13 @@ class Net(nn.Module):
 
     def forward(self, inputs: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
         """Return all outputs as tensors, that of the dense layer first."""
-        outs = []
-        for name, args in zip(NAMES, inputs, strict=False):
-            outs += tensors_of(getattr(self, name)(*args))
+        return self.with_dense(getattr(self, name)(*args)
+                               for name, args in zip(NAMES, inputs, strict=False))
+
+    def with_dense(self, results: Iterable[Any]) -> list[torch.Tensor]:
+        """Return the outputs of the modules with tables as tensors, that of the dense layer first.
+        """
+        outs = [x for result in results for x in tensors_of(result)]
         if hasattr(self, "dense"):
             outs.insert(0, self.dense(outs[0].to(self.dense.weight.dtype)))
         return outs
@@ -188,8 +193,7 @@ def tables_of(spec: Spec) -> list[Table]:
             found.append(Table(path, "weight", f"{dot}weight", emb["rows"], emb["dim"],
                                emb["half"], kind))
             continue
-        middle = "embedding_bags" if kind == "ebc" else "embeddings"
-        found += [Table(path, f"t{k}", f"{dot}{middle}.t{k}.weight", t["rows"], t["dim"],
+        found += [Table(path, f"t{k}", f"{dot}{LISTS[kind]}.t{k}.weight", t["rows"], t["dim"],
                         emb["half"], kind) for k, t in enumerate(emb["tables"])]
     return found
 
@@ -313,7 +317,7 @@ class Batch:
 
     def _weights(self, emb: Spec, rng: np.random.Generator, ids: torch.Tensor
                  ) -> torch.Tensor | None:
-        if not emb["weighted"]:
+        if not emb.get("weighted"):
             return None
         values = torch.from_numpy(rng.uniform(0.5, 1.5, tuple(ids.shape)))
         return values.half() if emb["half"] else values.float()
@@ -331,10 +335,7 @@ class Batch:
                          for k, n in zip(keys, lengths, strict=True)])
         if shape == "strided":
             ids = torch.stack([ids, ids], 1)[:, 0]
-        weights = None
-        if emb.get("weighted"):
-            weights = torch.from_numpy(rng.uniform(0.5, 1.5, ids.numel()))
-            weights = weights.half() if emb["half"] else weights.float()
+        weights = self._weights(emb, rng, ids)
         counts = torch.from_numpy(np.concatenate(lengths)).to(ids.dtype)
         layout: dict[str, Any] = {"stride": size}
         if shape == "variable":
@@ -355,12 +356,8 @@ def call_unsharded(model: Any, spec: Spec, batch: Batch) -> Any:
     if spec["container"] != "named":
         return _empty(model[0] if spec["container"] == "sequential" else model, spec["embs"][0],
                       batch.inputs[0])
-    outs = []
-    for name, emb, args in zip(NAMES, spec["embs"], batch.inputs, strict=False):
-        outs += tensors_of(_empty(getattr(model, name), emb, args))
-    if hasattr(model, "dense"):
-        outs.insert(0, model.dense(outs[0].to(model.dense.weight.dtype)))
-    return outs
+    return model.with_dense(_empty(getattr(model, name), emb, args) for name, emb, args in zip(
+        NAMES, spec["embs"], batch.inputs, strict=False))
 
 
 def _empty(module: Any, emb: Spec, args: tuple[Any, ...]) -> Any:

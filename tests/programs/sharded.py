@@ -13,9 +13,10 @@ from torchrec.optim.keyed import CombinedOptimizer
 import oper
 from oper.integration.targets import describe, find_targets, name_tables
 from tests.programs import optimizers
-from tests.programs.models import NAMES, Batch, Spec, Table, build, whole
+from tests.programs.models import LISTS, NAMES, Batch, Spec, Table, build, whole
 from tests.programs.sides import Side, Talk, run_schedule
 from tests.random_plans import rich_plan
+from tests.support import pulled
 
 
 class Sharded(Side):
@@ -65,7 +66,7 @@ class Sharded(Side):
 
             self.net = DistributedModelParallel(self.core, device=torch.device("cpu"))
         else:
-                self.net = DistributedDataParallel(self.core)
+            self.net = DistributedDataParallel(self.core)
         self.wrapper = wrapper
 
     def new_plan(self, seed: int) -> oper.Plan:
@@ -206,8 +207,7 @@ class Sharded(Side):
                 module = self.module(table)
                 if "tables" in self._emb(table):
                     state = module.fused_optimizer.state_dict()["state"]
-                    middle = "embedding_bags" if table.kind == "ebc" else "embeddings"
-                    entries = state[f"{middle}.{table.own}.weight"]
+                    entries = state[f"{LISTS[table.kind]}.{table.own}.weight"]
                 else:
                     entries = module.optimizer_state_dict()["state"]["weight"]
                 for name, value in entries.items():
@@ -236,6 +236,5 @@ def _forget(owner: Any) -> None:
 def _for_sequences(plan: oper.Plan) -> oper.Plan:
     """Change the tiers of unpooled tables to pull, since push pools."""
     return replace(plan, tables=tuple(
-        t if t.table.pooling != "none" else replace(t, pieces=tuple(
-            replace(p, tiers=tuple(replace(x, mode="pull") for x in p.tiers))
-            for p in t.pieces)) for t in plan.tables))
+        pull if t.table.pooling == "none" else t
+        for t, pull in zip(plan.tables, pulled(plan).tables, strict=True)))

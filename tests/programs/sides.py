@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.programs import optimizers
 from tests.programs.models import (
+    LISTS,
     Batch,
     Spec,
     Table,
@@ -101,10 +102,14 @@ class Side:
             return dict(self.core.named_parameters())[table.key]
         if how == "get":
             return self.core.get_parameter(table.key)
+        return self.owner(table).weight
+
+    def owner(self, table: Table) -> Any:
+        """Return the module whose ``weight`` a table is."""
         module = self.module(table)
-        if table.kind == "ebc":
-            return module.embedding_bags[table.own].weight
-        return module.embeddings[table.own].weight if table.kind == "ec" else module.weight
+        if table.kind in ("bag", "embedding"):
+            return module
+        return getattr(module, LISTS[table.kind])[table.own]
 
     def dense(self) -> list[nn.Parameter]:
         """List the parameters of the dense layer."""

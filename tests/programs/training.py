@@ -114,14 +114,18 @@ def reuse_inputs(side: Any, args: dict[str, Any]) -> Seen:
     return seen
 
 
-@action(1.5, fits=has_weights)
-def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
-    """Compute gradients of per-sample weights."""
-    batches = side.batches(args)
+def _need_gradients(batches: list[Batch]) -> None:
     for batch in batches:
         for w in batch.weights:
             if w is not None:
                 w.requires_grad_()
+
+
+@action(1.5, fits=has_weights)
+def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
+    """Compute gradients of per-sample weights."""
+    batches = side.batches(args)
+    _need_gradients(batches)
     seen = finish(side, *forward(side, batches))
     for k, w in enumerate(batches[side.mine].weights):
         if w is not None:
@@ -154,10 +158,8 @@ def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
     Not with respect to a table, which has no gradient (difference `NO_GRAD`).
     """
     batches = side.batches(args)
-    for batch in batches if args["of"] == "weights" else []:
-        for w in batch.weights:
-            if w is not None:
-                w.requires_grad_()
+    if args["of"] == "weights":
+        _need_gradients(batches)
     _, loss = forward(side, batches)
     of = {"dense": side.dense(),
           "weights": [w for w in batches[side.mine].weights if w is not None]}[args["of"]]

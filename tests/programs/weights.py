@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.programs.differences import DTYPE
-from tests.programs.models import tensors_of, whole
+from tests.programs.models import LISTS, tensors_of, whole
 from tests.programs.table import Seen, action, is_wrapped
 from tests.programs.training import finish, forward, step
 
@@ -123,8 +123,8 @@ def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
     elif args["how"] == "tables":
         for table in side.tables:
             module = side.module(table)
-            if table.kind in ("ebc", "ec"):
-                module = module.embedding_bags if table.kind == "ebc" else module.embeddings
+            if table.kind in LISTS:
+                module = getattr(module, LISTS[table.kind])
             for p in module.parameters():
                 nn.init.constant_(p, args["value"])
     else:
@@ -225,12 +225,7 @@ def swap_tensors(side: Any, args: dict[str, Any]) -> None:
         what=("parameter", "tensor", "delete", "none", "register"))
 def assign_weight(side: Any, args: dict[str, Any]) -> None:
     """Assign or delete a weight."""
-    table = side.table(args["table"])
-    owner = side.module(table)
-    if table.kind == "ebc":
-        owner = owner.embedding_bags[table.own]
-    elif table.kind == "ec":
-        owner = owner.embeddings[table.own]
+    owner = side.owner(side.table(args["table"]))
     values = _random(side, args)
     if args["what"] == "parameter":
         owner.weight = nn.Parameter(values)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 
+from oper.bench.plan.workloads import Workload
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.branching.subspaces import fit, subspaces, tighten
@@ -84,6 +85,12 @@ def problem(num_tables: int, seed: int, topology: Topology, objective: str = "tr
     more.setdefault("allow", EXECUTABLE)
     return make_problem(specs, stats, topology, objective=objective, batch_size=256,
                         **more)  # type: ignore[arg-type]
+
+
+def loaded(work: Workload, topology: Topology, **more: object) -> Problem:
+    """The problem of a benchmark's workload on `topology`, in the largest space."""
+    return make_problem(work.tables, work.stats, topology, **{  # type: ignore[arg-type]
+        "batch_size": work.batch_size, "allow": EVERYTHING} | more)
 
 
 def shared(topology: Topology) -> Topology:

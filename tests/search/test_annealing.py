@@ -23,7 +23,15 @@ from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.orders import order_ranks
 from oper.search.rounding.placing import Placement, Placer, evaluated
 from oper.topology import Costs, Topology
-from tests.search.search_cases import gpus, host, problem, racked, shared, tables_and_stats
+from tests.search.search_cases import (
+    gpus,
+    host,
+    loaded,
+    problem,
+    racked,
+    shared,
+    tables_and_stats,
+)
 
 PUSHED = frozenset({"striped", "owned", "push", "columns"})
 
@@ -31,6 +39,12 @@ PUSHED = frozenset({"striped", "owned", "push", "columns"})
 def _annealing(stated: Problem) -> Annealing:
     bound = lower_bound(stated)
     return Annealing(CandidatePool(bound), bound)
+
+
+def _placed_us(annealed: Annealing, found: Packed) -> float:
+    """The step (us) of the found layout as a plan."""
+    placed = Placer(annealed.relaxation).place(found.parts, found.units)
+    return evaluated(annealed.relaxation, placed).step_us
 
 
 def _check(stated: Problem, annealed: Annealing, found: Packed) -> None:
@@ -59,20 +73,15 @@ def test_layouts_hold_every_pushed_column_once(seed: int, slow: int) -> None:
 
 
 def test_tables_with_two_candidates_cost_as_evaluated() -> None:
-    work = plan_workloads.synthetic(12, 1, 0.6)
-    stated = make_problem(work.tables, work.stats, plan_workloads.machine(16), batch_size=4096,
-                          allow=EVERYTHING)
+    stated = loaded(plan_workloads.synthetic(12, 1, 0.6), plan_workloads.machine(16))
     annealed = _annealing(stated)
     found = annealed.run(100_000, 0.0, 1)
     _check(stated, annealed, found)
     assert any(len(parts) == 2 for parts in found.parts)
     assert all(parts[0].candidate != parts[1].candidate
                for parts in found.parts if len(parts) == 2)
-    placed = Placer(annealed.relaxation).place(found.parts, found.units)
-    relaxation = annealed.relaxation
-    evaluation = evaluated(relaxation, placed)
     # Stripes are not quite even.
-    assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
+    assert _placed_us(annealed, found) == pytest.approx(found.step_us, rel=0.02)
 
 
 def _hosts(num_hosts: int, per_host: int) -> Topology:
@@ -108,11 +117,8 @@ def _check_loads(topology: Topology, allow: frozenset[str], seed: int) -> list[l
     annealed = _annealing(make_problem(specs, stats, topology, objective="training",
                                        batch_size=256, allow=allow - {"per_host"}))
     found = annealed.run(20_000, 0.0, seed)
-    relaxation = annealed.relaxation
-    placed = Placer(relaxation).place(found.parts, found.units)
-    evaluation = evaluated(relaxation, placed)
     # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
-    assert evaluation.step_us == pytest.approx(found.step_us, rel=0.03)
+    assert _placed_us(annealed, found) == pytest.approx(found.step_us, rel=0.03)
     return [parts for t, parts in zip(specs, found.parts, strict=True) if t.optimizer in ROW_WISE]
 
 
@@ -129,11 +135,8 @@ def test_modelled_step_equals_evaluation() -> None:
     few, many = annealed.run(10, 0.0, 5), annealed.run(40_000, 0.0, 5)
     assert many.step_us <= few.step_us
     # Some stripes have weights; their hottest rows go to owners in the order of the pattern.
-    relaxation = annealed.relaxation
-    placed = Placer(relaxation).place(many.parts, many.units)
-    evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
-    assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
+    assert _placed_us(annealed, many) == pytest.approx(many.step_us, rel=0.01)
     plan = plan_problem(stated, seed=5, target_gap=0.15)
     step = evaluate(plan, stated).step_us
     assert step <= many.step_us * 1.03
@@ -142,10 +145,7 @@ def test_modelled_step_equals_evaluation() -> None:
 def test_short_searches_come_close_to_the_relaxed_solution() -> None:
     """They start from layouts that could be packed evenly; from the layouts of the relaxed solution
     alone, their steps are 19 % above it on average."""
-    work = plan_workloads.synthetic(100, 3)
-    stated = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
-                          allow=EVERYTHING)
-    bound = lower_bound(stated)
+    bound = lower_bound(loaded(plan_workloads.synthetic(100, 3), plan_workloads.machine(64)))
     pool = CandidatePool(bound)
     pool.add_thresholds(1200)
     annealed = Annealing(pool, bound)

@@ -18,7 +18,14 @@ from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import IDS
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from tests.search.search_cases import counted, gpus, problem, space_bound, tables_and_stats
+from tests.search.search_cases import (
+    counted,
+    gpus,
+    loaded,
+    problem,
+    space_bound,
+    tables_and_stats,
+)
 
 
 @functools.cache
@@ -89,7 +96,7 @@ def test_no_peer_beats_the_plan(seed, objective):
 def test_long_bags_are_pushed_and_hot_single_ids_are_not(length, exponent, pushes):
     """One partial sum is cheaper than forty rows; a few unique rows than a partial sum per bag."""
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [length] * 8, [exponent] * 8, 4096)
-    stated = make_problem(made.tables, made.stats, gpus(4), batch_size=4096, allow=EVERYTHING)
+    stated = loaded(made, gpus(4))
     plan = plan_problem(stated)
     # A few of the hottest rows, or a cold tail, touched once each, may go either way.
     for t in stated.tables:
@@ -104,8 +111,7 @@ def test_lookups_between_hosts_are_pushed_if_that_sends_less():
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [40.0] * 8, [0.4] * 8, 4096)
     for per_host, pushes in ((1, True), (4, False)):
         topology = gpus(4, per_host=per_host, memory_bytes=2.5e9)  # of 4.1e9 for all tables
-        stated = make_problem(made.tables, made.stats, topology, objective="inference",
-                              batch_size=4096)
+        stated = loaded(made, topology, objective="inference", allow=None)
         plan = plan_problem(stated)
         modes = {x.mode for t in plan.tables for p in t.pieces for x in p.tiers
                  if x.placement != "replicated"}
@@ -113,8 +119,7 @@ def test_lookups_between_hosts_are_pushed_if_that_sends_less():
         verdict = verify_plan(plan, stated)
         assert verdict.certified, verdict.why
         assert 0 < plan.lower_bound_us <= plan.step_us
-        pulled = plan_problem(make_problem(made.tables, made.stats, topology, batch_size=4096,
-                                           objective="inference", allow=EXECUTABLE))
+        pulled = plan_problem(loaded(made, topology, objective="inference", allow=EXECUTABLE))
         assert plan.step_us < (0.9 if pushes else 1.0001) * pulled.step_us
 
 

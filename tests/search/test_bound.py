@@ -53,6 +53,7 @@ from tests.search.oracle import relaxed_by_cvxpy
 from tests.search.search_cases import (
     gpus,
     host,
+    loaded,
     problem,
     recomputed,
     tables_and_stats,
@@ -109,20 +110,10 @@ def test_prices_alone_give_the_bound_and_errors_only_weaken_it():
         assert found.node.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
 
 
-def test_value_is_the_priced_consumption_of_the_configuration():
-    """A table's value at given prices is the priced sum of its column, for every mode."""
-    stated = problem(4, 5, gpus(4), allow=EVERYTHING)
-    relaxation = Relaxation(CostModel(stated))
-    node, rng = Node(relaxation), np.random.default_rng(2)
-    for _ in range(10):
-        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows))
-        columns = node.price(prices)
-        assert columns.resources @ prices == pytest.approx(columns.value, rel=1e-9)
-
-
 @pytest.mark.parametrize("topology", [gpus(4), gpus(4, slow=2)])
 def test_pricing_returns_only_cheaper_configurations(topology):
-    """The least cost is the same whether the configuration is known or generated."""
+    """The least cost is the same whether the configuration is known or generated, and is the priced
+    sum of the configuration's column, for every mode."""
     relaxation = Relaxation(CostModel(problem(12, 5, topology, allow=EVERYTHING)))
     node, rng = Node(relaxation), np.random.default_rng(3)
     for _ in range(10):
@@ -130,6 +121,7 @@ def test_pricing_returns_only_cheaper_configurations(topology):
         columns = node.price(prices)
         least = columns.resources @ prices
         assert None not in columns.configurations
+        assert least == pytest.approx(columns.value, rel=1e-9)
         known = node.price(prices, least * (1 - 1e-6))
         assert not any(known.configurations) and not known.resources.any()
         assert (known.value <= least * (1 + 1e-9)).all()
@@ -491,9 +483,7 @@ def _cheapest(node: Node, k: int, prices: np.ndarray) -> float:
 
 
 def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_itself():
-    work = plan_workloads.few_tables(0)
-    few, many = (make_problem(work.tables, work.stats, plan_workloads.machine(n),
-                              batch_size=work.batch_size, allow=EVERYTHING) for n in (16, 64))
+    few, many = (loaded(plan_workloads.few_tables(0), plan_workloads.machine(n)) for n in (16, 64))
     model = CostModel(many)
     least, most = np.zeros((len(model.phases), 5)), np.full((len(model.phases), 5), np.inf)
     least[REQUESTS] = 150.0
@@ -508,9 +498,7 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
 
 
 def test_once_the_first_tree_is_done_the_most_promising_is_continued(monkeypatch):
-    work = plan_workloads.few_tables(0)
-    few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
-                       batch_size=work.batch_size, allow=EVERYTHING)
+    few = loaded(plan_workloads.few_tables(0), plan_workloads.machine(16))
     part = subspaces(few, None)[0]
     (first,) = part.trees
     far = 1e12

@@ -28,6 +28,7 @@ from oper.topology import Domain, Topology
 from tests.search.search_cases import (
     gpus,
     host,
+    loaded,
     pushing_plan,
     racked,
     recomputed,
@@ -135,21 +136,20 @@ def test_unequal_ranks_of_one_host_have_rows_about_the_owner_of_a_large_piece():
     assert branched(problem).bound.lower_bound_us > first.lower_bound_us * 1.001
 
 
-def test_branching_raises_the_bound_and_certifies_itself():
-    work = plan_workloads.few_tables(0)
-    problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
-                           batch_size=work.batch_size, allow=EVERYTHING)
+# In the cluster, every other host has half the bandwidth.
+@pytest.mark.parametrize(("machine", "seed", "num_nodes", "factor"), [
+    (plan_workloads.machine(16), 0, 24, 1.05), (plan_workloads.cluster(16, 2), 2, 40, 1.2)])
+def test_branching_raises_the_bound_and_certifies_itself(machine, seed, num_nodes, factor):
+    problem = loaded(plan_workloads.few_tables(seed), machine)
     first = solve_node(Node(Relaxation(CostModel(problem)))).lower_bound_us
-    tree = branched(problem)
+    tree = branched(problem, num_nodes)
     assert tree.solved > 0
-    assert tree.bound.lower_bound_us > first * 1.05
+    assert tree.bound.lower_bound_us > first * factor
     assert recomputed(tree.bound) >= tree.bound.lower_bound_us * (1 - 1e-9)
 
 
 def test_more_nodes_never_lower_the_bound_and_few_do_most():
-    work = plan_workloads.synthetic(30, 0)
-    problem = make_problem(work.tables, work.stats, plan_workloads.machine(64),
-                           batch_size=work.batch_size, allow=EVERYTHING)
+    problem = loaded(plan_workloads.synthetic(30, 0), plan_workloads.machine(64))
     tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
     found = [tree.bound.lower_bound_us]
     for _ in range(4):
@@ -163,22 +163,16 @@ def test_more_nodes_never_lower_the_bound_and_few_do_most():
 
 def test_work_is_deterministic():
     """Work is counted in tables priced, not in seconds."""
-    work = plan_workloads.few_tables(0)
-    problem = make_problem(work.tables, work.stats, plan_workloads.machine(8, True),
-                           batch_size=work.batch_size, allow=EVERYTHING)
+    problem = loaded(plan_workloads.few_tables(0), plan_workloads.machine(8, True))
     trees = [branched(problem, 12) for _ in range(2)]
-    assert trees[0].work == trees[1].work >= trees[0].solved * len(work.tables) > 0
+    assert trees[0].work == trees[1].work >= trees[0].solved * len(problem.tables) > 0
     assert branched(problem, 30).work > trees[0].work
 
 
 def test_every_branching_gives_two_smaller_nodes():
     """Otherwise branching might not end, for example with tight limits on forward's ids."""
-    work = plan_workloads.few_tables(0)
-    problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
-                           allow=EVERYTHING)
-    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
-    tree.run(150)
-    nodes = tree.lowest(200)
+    nodes = branched(loaded(plan_workloads.few_tables(0), plan_workloads.machine(64)),
+                     150).lowest(200)
     assert len(nodes) > 20
     for bound, mixed in product(nodes, (False, True)):
         limits, largest = bound.node.limits, _largest(bound, mixed)
@@ -202,9 +196,7 @@ def test_phase_times_of_the_relaxed_solution_satisfy_the_rows():
 
 
 def test_tighten_bound_raises_the_bound_of_a_plan():
-    work = plan_workloads.few_tables(0)
-    problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
-                           batch_size=work.batch_size, allow=EVERYTHING)
+    problem = loaded(plan_workloads.few_tables(0), plan_workloads.machine(16))
     plan = plan_problem(problem, time_budget_s=0.5)
     plan = replace(plan, lower_bound_us=plan.notes["relaxation_us"])
     first = tighten_bound(plan, problem, max_work=280)
@@ -284,11 +276,14 @@ def test_no_owner_within_the_limits_has_more_than_the_largest_mass(name):
     assert seen > 5 and (name == "hosts" or tight > 0.5 * seen)
 
 
+# Costs of owners of pushed rows.
+OWNERS = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
+
+
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
 def test_no_owner_of_a_heavy_row_keeps_the_limits(name):
     """Each owner has one of the hottest rows, and random others."""
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(2, name, costs=costs)))
+    relaxation = Relaxation(CostModel(stated(2, name, costs=OWNERS)))
     pieces, rng, seen, kept = relaxation.pieces, np.random.default_rng(2), 0, 0
     classes = range(len(relaxation.classes.ranks))
     for k, t in enumerate(relaxation.tables):
@@ -329,8 +324,7 @@ def test_a_heavy_row_is_pushed_in_narrower_pieces():
 @pytest.mark.parametrize("seed", range(4))
 def test_owners_within_limits_send_at_least_least_sums(seed, name):
     """Rows are assigned at random to owners whose loads stay within the limits."""
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(seed, name, costs=costs)))
+    relaxation = Relaxation(CostModel(stated(seed, name, costs=OWNERS)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
     seen = 0
     for k, t in enumerate(relaxation.tables):
@@ -361,8 +355,7 @@ def test_owners_within_limits_send_at_least_least_sums(seed, name):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_implied_loads_are_lower_bounds(seed):
-    costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
-    relaxation = Relaxation(CostModel(stated(seed, "hosts", costs=costs)))
+    relaxation = Relaxation(CostModel(stated(seed, "hosts", costs=OWNERS)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
     for k, t in enumerate(relaxation.tables):
         for width, _ in pieces.widths[k]:
@@ -380,12 +373,10 @@ def test_implied_loads_are_lower_bounds(seed):
 def test_pieces_add_up_to_the_columns(ranks):
     """The least cost of a table is that of the cheapest pieces that add up to its columns; columns
     that remain next to wide pieces form a narrower piece, with its own id stream and charge."""
-    work = plan_workloads.few_tables(0)
     machine = plan_workloads.machine(ranks, False)
     machine = replace(machine, costs=replace(machine.costs, table_us=1.0, tier_ns=1.0,
                                              push_tier_ns=1.0, push_bag_ns=2.0, push_ns=0.5))
-    tree = branched(make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
-                                  allow=EVERYTHING), 60)
+    tree = branched(loaded(plan_workloads.few_tables(0), machine), 60)
     relaxation, more = tree.bound.relaxation, 0
     pieces = relaxation.pieces
     columns, cut = pieces.columns, pieces.cut

@@ -33,7 +33,6 @@ from oper.search.rounding import search
 from oper.search.verbs import read_constraints
 from oper.tables import OPTIMIZERS, TableSpec
 from tests.search.search_cases import gpus, problem, space_bound, tables_and_stats
-from tests.support import run_command
 
 
 def ranks_of(plan, name):
@@ -192,25 +191,22 @@ def test_violated_constraints_are_listed():
         check_constraints(plan, held)
 
 
-def test_verb_stores_constraints_in_the_plan(tmp_path, capsys):
+def test_verb_stores_constraints_in_the_plan(stats_file, printed, tmp_path):
     specs, stats = tables_and_stats(5, 2)
-    stats.save(tmp_path / "stats.npz")
     path, out = tmp_path / "held.json", tmp_path / "plan.json"
-    words = (tmp_path / "stats.npz", "--topology", "h100-8", "--constraints", path, "-o", out)
+    words = (stats_file, "--topology", "h100-8", "--constraints", path, "-o", out)
     for text in ("null", "[]", "3", "{", '{"t0": {}}'):
         path.write_text(text)
         with pytest.raises(OperError):
-            run_command("plan", *words)
+            printed("plan", *words)
         assert not out.exists()
     path.write_text(json.dumps({"tables": {"t1": {"ranks": [3]}}, "reserve_bytes": "1GB"}))
-    run_command("plan", *words)
+    printed("plan", *words)
     plan = Plan.load(out)
     assert ranks_of(plan, "t1") == {3}
     assert plan.notes["constraints"] == {"tables": {"t1": {"ranks": [3]}},
                                          "reserve_bytes": 10**9}
-    capsys.readouterr()
-    run_command("explain", out, "--stats", tmp_path / "stats.npz", "--json")
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(printed("explain", out, "--stats", stats_file, "--json"))
     assert value["capacity_bytes"][0] == pytest.approx(
         make_problem(specs, stats, gpus(1), batch_size=1).machine.capacity_bytes[0] - 10**9)
     assert value["lower_bound_us"] == pytest.approx(plan.lower_bound_us)

@@ -41,7 +41,6 @@ from tests.search.search_cases import (
 )
 from tests.search.test_bound import COSTS, loads, owned
 from tests.search.test_branching import SHARED, TOPOLOGIES, stated
-from tests.support import run_command
 
 # ---- rows in host memory -------------------------------------------------------------------------
 
@@ -129,35 +128,29 @@ def test_host_memory_that_is_too_small_is_named():
     assert found.fits and found.host_bytes[0] > 0.9 * found.host_capacity_bytes[0]
 
 
-def test_verbs_plan_and_explain_with_host_memory(tmp_path, capsys):
-    _, stats = tables_and_stats(5, 2)
-    stats.save(tmp_path / "stats.npz")
+def test_verbs_plan_and_explain_with_host_memory(stats_file, printed, tmp_path):
     machine = tmp_path / "small.toml"
-    need = sum(t.num_rows for t in stats.tables.values()) * 256
+    need = sum(s.num_rows for s in tables_and_stats(5, 2)[0]) * 256
     machine.write_text(f'name = "small"\nhost_memory_bytes = "1GB"\nhost_gbps = 20\n[[domain]]\n'
                        f'copies = 2\nmemory_bytes = {int(0.2 * need)}\nread_gbps = 1000\n'
                        'link_gbps = 200\n')
-    words = [tmp_path / "stats.npz", "--topology", machine, "--objective", "inference", "-o",
+    words = [stats_file, "--topology", machine, "--objective", "inference", "-o",
              tmp_path / "a.json"]
-
-    def call(*words):
-        run_command(*words)
-        return capsys.readouterr().out
-
     with pytest.raises(PlanInfeasibleError):
-        call("plan", *words, "--allow", "replicated,striped,pull")
-    text = call("plan", *words)
+        printed("plan", *words, "--allow", "replicated,striped,pull")
+    text = printed("plan", *words)
     assert "in host memory" in text and "host 0" in text and "host_memory us" in text
     first = Plan.load(tmp_path / "a.json")
     assert memories(first) == {"device", "host"}
-    explain = (tmp_path / "a.json", "--topology", machine, "--stats", tmp_path / "stats.npz")
-    value = json.loads(call("explain", *explain, "--json"))
+    explain = ("explain", tmp_path / "a.json", "--topology", machine, "--stats", stats_file,
+               "--json")
+    value = json.loads(printed(*explain))
     assert value["lower_bound_us"] == pytest.approx(first.lower_bound_us)
     assert value["host_bytes"][0] > 0 and value["fits"]
-    what = json.loads(call("explain", *explain, "--json", "--what-if", "host-link=x2"))["what_if"]
+    what = json.loads(printed(*explain, "--what-if", "host-link=x2"))["what_if"]
     assert what["after"]["planned_step_us"] < what["before"]["planned_step_us"]
-    call("plan", *words[:-1], tmp_path / "b.json", "--seed", "5")
-    found = json.loads(call("explain", *explain, "--diff", tmp_path / "b.json", "--json"))
+    printed("plan", *words[:-1], tmp_path / "b.json", "--seed", "5")
+    found = json.loads(printed(*explain, "--diff", tmp_path / "b.json"))
     assert "memory" in json.dumps(found)
 
 
@@ -379,22 +372,18 @@ def test_json_round_trip():
     assert parse_overlap(overlap_to_json(made), ("forward", "update"), 2) == made
 
 
-def test_verbs_store_overlap_in_the_plan(tmp_path, capsys):
-    _, stats = tables_and_stats(5, 2)
-    stats.save(tmp_path / "stats.npz")
+def test_verbs_store_overlap_in_the_plan(stats_file, printed, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    words = (tmp_path / "stats.npz", "--topology", "h100-8", "-o", out)
-    run_command("plan", *words)
+    words = ("plan", stats_file, "--topology", "h100-8", "-o", out)
+    printed(*words)
     alone = Plan.load(out).step_us
     with pytest.raises(SystemExit):
-        run_command("plan", *words, "--overlap", "update=fast")
+        printed(*words, "--overlap", "update=fast")
     assert "PHASE=US" in capsys.readouterr().err
-    run_command("plan", *words, "--overlap", "update=5", "--overlap", "backward=2")
+    assert "overlapped us" in printed(*words, "--overlap", "update=5", "--overlap", "backward=2")
     plan = Plan.load(out)
     assert plan.notes["overlap_us"] == {"update": 5.0, "backward": 2.0}
     assert plan.step_us < alone
-    assert "overlapped us" in capsys.readouterr().out
-    run_command("explain", out, "--stats", tmp_path / "stats.npz", "--json")
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(printed("explain", out, "--stats", stats_file, "--json"))
     assert value["step_us"] == pytest.approx(plan.step_us)
     assert [p["hidden_us"][0] for p in value["phases"]] == pytest.approx([0.0, 2.0, 5.0])

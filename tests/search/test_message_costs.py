@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper import cli
 from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.messages import BITS, EXACT, MessageBits, number_bytes
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
@@ -109,22 +108,19 @@ def test_replayed_loads_are_the_messages_that_are_sent(bits: Any) -> None:
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsys) -> None:
-    _, stats = tables_and_stats(2, 4, lengths=(4,))
-    file, made, edited = (str(tmp_path / n) for n in ("stats.npz", "plan.json", "edited.json"))
-    stats.save(file)
-    words = ["plan", file, "--topology", "h100-2x8", "--dim", "16", "--batch-size", "64",
+def test_plans_state_their_bits_and_are_verified_with_them(stats_file, printed, tmp_path: Path,
+                                                           capsys) -> None:
+    made, edited = (tmp_path / n for n in ("plan.json", "edited.json"))
+    words = ["plan", stats_file, "--topology", "h100-2x8", "--dim", 16, "--batch-size", 64,
              "-o", made, "--message-bits"]
-    assert cli.main([*words, "8,16"]) == 0
-    assert "between hosts: answers of 8 bits, gradients of 16 bits" in capsys.readouterr().out
+    assert "between hosts: answers of 8 bits, gradients of 16 bits" in printed(*words, "8,16")
     assert Plan.load(made).message_bits == MessageBits(8, 16)
-    assert cli.main(["verify", made, "--stats", file]) == 0
-    Path(edited).write_text(Path(made).read_text().replace('  "message_bits": [8, 16],\n', ""))
+    printed("verify", made, "--stats", stats_file)
+    edited.write_text(made.read_text().replace('  "message_bits": [8, 16],\n', ""))
     assert Plan.load(edited).message_bits == EXACT
-    assert cli.main(["verify", edited, "--stats", file]) == 1
-    assert "message bits differ" in capsys.readouterr().out
+    assert "message bits differ" in printed("verify", edited, "--stats", stats_file, status=1)
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "12"])
+        printed(*words, 12)
     assert ended.value.code == 2 and "message_bits=12" in capsys.readouterr().err
 
 
@@ -301,27 +297,21 @@ def test_bits_are_given_or_chosen() -> None:
                   message_variance=1e-5)
 
 
-def test_verbs_choose_and_explain_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, stats = tables_and_stats(3, 3, lengths=(4, 20, 50))
-    stats.save(tmp_path / "stats.npz")
-    arguments = [str(tmp_path / "stats.npz"), "--topology", "h100-2x8", "-o",
-                 str(tmp_path / "plan.json"), "--batch-size", "1024"]
-    assert cli.main(["plan", *arguments, "--message-variance", "1e-4"]) == 0
-    printed = capsys.readouterr().out
-    assert "of a budget of 0.0001" in printed and "bits of answers / gradients" in printed
-    assert "not verified here, see oper verify (for these bits)" in printed
-    assert cli.main(["explain", str(tmp_path / "plan.json"), "--stats",
-                     str(tmp_path / "stats.npz")]) == 0
-    explained = capsys.readouterr().out
+def test_verbs_choose_and_explain_bits(printed: Callable[..., str], tmp_path: Path) -> None:
+    file, out = tmp_path / "stats.npz", tmp_path / "plan.json"
+    tables_and_stats(3, 3, lengths=(4, 20, 50))[1].save(file)
+    text = printed("plan", file, "--topology", "h100-2x8", "-o", out, "--batch-size", 1024,
+                   "--message-variance", "1e-4")
+    assert "of a budget of 0.0001" in text and "bits of answers / gradients" in text
+    assert "not verified here, see oper verify (for these bits)" in text
+    explained = printed("explain", out, "--stats", file)
     assert "verified: no plan of the searched space is faster with these bits" in explained
     assert "bound whatever the bits, not verified" in explained
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = Plan.load(out)
     noted = plan.notes["message_variance"]
     for edited in ({**noted, "budget": "1e-4"}, {**noted, "any_bits_us": None}, [1.0]):
-        replace(plan, notes={**plan.notes, "message_variance": edited}).save(tmp_path / "plan.json")
-        assert cli.main(["explain", str(tmp_path / "plan.json"), "--stats",
-                         str(tmp_path / "stats.npz")]) == 0
-        assert "rounding" not in capsys.readouterr().out
+        replace(plan, notes={**plan.notes, "message_variance": edited}).save(out)
+        assert "rounding" not in printed("explain", out, "--stats", file)
 
 
 # ---- types of rows by hotness --------------------------------------------------------------------

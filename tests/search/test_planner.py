@@ -4,16 +4,15 @@ import heapq
 import json
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from oper.bench.plan import workloads as plan_workloads
-from oper.cli import main
-from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
+from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, UsageError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.replanning import step_us
 from oper.search import (
@@ -35,7 +34,7 @@ from oper.search.rounding.search import EFFORTS, Effort
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Domain, Rack, Topology
-from tests.search.search_cases import gpus, host, problem, tables_and_stats
+from tests.search.search_cases import gpus, host, problem, racked, tables_and_stats
 
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
@@ -421,8 +420,7 @@ def skewed() -> AccessStats:
 
 def racks(uplink_gbps: float) -> Topology:
     """Four hosts in two racks."""
-    return replace(Topology.of_domains([0, 1, 2, 3]),
-                   racks=(Rack((0, 1), uplink_gbps), Rack((2, 3), uplink_gbps)))
+    return racked(Topology.of_domains([0, 1, 2, 3]), uplink_gbps, uplink_gbps)
 
 
 @pytest.mark.parametrize(("uplink", "every", "groups"), [(0.005, 16, 2), (10.0, 1, 1)])
@@ -601,24 +599,21 @@ def test_groups_that_differ_are_as_slow_as_their_slowest_hosts() -> None:
                             replace(second, cross_gbps=0.9, memory_bytes=7, read_gbps=3.0))
 
 
-def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    skewed().save(tmp_path / "stats.npz")
-    arguments: list[Any] = ["plan", tmp_path / "stats.npz", "-o", tmp_path / "plan.json", "--dim",
-                            32, "--topology", "h100-2x8", "--synchronize-every", 4, "--json"]
-    assert main([str(x) for x in arguments]) == 0
-    plan = Plan.load(tmp_path / "plan.json")
-    assert json.loads(capsys.readouterr().out)["plan"]
+def test_plan_command(printed: Callable[..., str], tmp_path: Path) -> None:
+    stats, out, every = tmp_path / "stats.npz", tmp_path / "plan.json", ("--synchronize-every", 4)
+    skewed().save(stats)
+    words = ("plan", stats, "-o", out, "--dim", 32, "--topology", "h100-2x8", "--json")
+    assert json.loads(printed(*words, *every))["plan"]
+    plan = Plan.load(out)
     assert {x["groups"] for x in plan.notes["replica_groups"]} == {1, 2}
-    assert main(["explain", str(tmp_path / "plan.json"), "--stats", str(tmp_path / "stats.npz")]
-                ) == 0
-    assert "2 replica groups: step" in capsys.readouterr().out
-    assert main([str(x) for x in [*arguments[:-1], "--objective", "inference"]]) == 2
-    assert main([str(x) for x in [*arguments, "--synchronize-delay", 2]]) == 0
-    assert Plan.load(tmp_path / "plan.json").synchronize_delay == 2
-    assert main([str(x) for x in [*arguments, "--synchronize-bits", 8]]) == 0
-    assert Plan.load(tmp_path / "plan.json").synchronize_bits in (8, 32)
-    alone = [x for x in arguments if x not in ("--synchronize-every", 4)]
-    assert main([str(x) for x in [*alone, "--synchronize-delay", 2]]) == 2
-    assert main([str(x) for x in [*alone, "--synchronize-bits", 8]]) == 2
+    assert "2 replica groups: step" in printed("explain", out, "--stats", stats)
+    printed(*words, *every, "--synchronize-delay", 2)
+    assert Plan.load(out).synchronize_delay == 2
+    printed(*words, *every, "--synchronize-bits", 8)
+    assert Plan.load(out).synchronize_bits in (8, 32)
+    for wrong in ((*every, "--objective", "inference"), ("--synchronize-delay", 2),
+                  ("--synchronize-bits", 8)):
+        with pytest.raises(UsageError):
+            printed(*words, *wrong)
     with pytest.raises(PlanError, match="replica_groups=0"):
         replace(plan, replica_groups=0)

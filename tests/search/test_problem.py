@@ -5,15 +5,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from oper import cli
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, UsageError
 from oper.plan import uniform_plan
 from oper.search.certificate.carried import problem_digest
 from oper.search.certificate.check import verify_plan
@@ -319,32 +318,21 @@ def test_statistics_store_user_features(tmp_path: Path) -> None:
         replace(stats, samples_per_bag={"user": 0.5})
 
 
-def test_the_command_plans_with_user_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                              ) -> None:
-    stats, plan = tmp_path / "s.npz", tmp_path / "p.json"
+def test_the_command_plans_with_user_features(printed: Callable[..., str], tmp_path: Path) -> None:
+    stats, plan, tables = (tmp_path / n for n in ("s.npz", "p.json", "tables.json"))
     user_table(1)[1].save(stats)
-    tables = tmp_path / "tables.json"
     tables.write_text(json.dumps([user_table(1)[0].to_json()]))
-    words = ["plan", str(stats), "-o", str(plan), "--topology", "h100-8", "--tables", str(tables),
-             "--objective", "inference", "--json"]
-
-    def planned(*more: str) -> dict[str, float]:
-        capsys.readouterr()
-        assert cli.main([*words, *more]) == 0
-        found: dict[str, float] = json.loads(capsys.readouterr().out)
-        return found
-
-    alone = planned()["step_us"]
-    shared = planned("--user-features", "user", "--candidates", "64")["step_us"]
+    words = ["plan", stats, "-o", plan, "--topology", "h100-8", "--tables", tables, "--objective",
+             "inference", "--json"]
+    users = ("--user-features", "user", "--candidates", 64)
+    alone, shared = (json.loads(printed(*words, *more))["step_us"] for more in ((), users))
     assert shared < alone
     assert json.loads(plan.read_text())["notes"]["samples_per_bag"] == {"user": 64.0}
     # Other commands take them from the plan.
-    assert cli.main(["verify", str(plan), "--stats", str(stats)]) == 0
-    assert "verified" in capsys.readouterr().out
-    assert cli.main(["explain", str(plan), "--stats", str(stats), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_us"] == pytest.approx(shared)
-    goal = ["--request-rate", "1000", "--latency-bound", "10"]
-    planned("--user-features", "user", "--candidates", "64", *goal)
+    assert "verified" in printed("verify", plan, "--stats", stats)
+    found = json.loads(printed("explain", plan, "--stats", stats, "--json"))
+    assert found["step_us"] == pytest.approx(shared)
+    printed(*words, *users, "--request-rate", 1000, "--latency-bound", 10)
     assert json.loads(plan.read_text())["notes"]["samples_per_bag"] == {"user": 64.0}
-    assert cli.main([*words, "--candidates", "64"]) == 2
-    assert "both or neither" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="both or neither"):
+        printed(*words, *users[2:])

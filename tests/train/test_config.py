@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from oper.data import (
     preprocess,
     write_synthetic_log,
 )
-from oper.data.generic import Choice, generic_recipe
+from oper.data.generic import Choice
 from oper.data.vocabulary.finished import extend
 from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.rows.remap import load_remap
@@ -33,9 +35,10 @@ from oper.train.loop import train
 from oper.train.metrics import BinaryMetrics, auc, log_loss
 from oper.train.model import load_state
 from oper.train.names import table_name
+from tests.data.loader_support import made
 from tests.support import ROOT, read_trace, run_command, run_here
 from tests.train.conftest import Prepared
-from tests.train.test_train import config, lines, run_ranks, words
+from tests.train.test_train import lines, run_ranks, train_on, words
 
 FILE = """
 data = "clicks"
@@ -214,7 +217,7 @@ def on(days: Path, name: str) -> Prepared:
 @pytest.fixture(scope="module")
 def first(days: Path) -> Path:
     """Train on day 0; returns the run's folder."""
-    train(config(on(days, "day0"), days / "first", **FLAGS), show_progress=False)
+    train_on(on(days, "day0"), days / "first", **FLAGS)
     return days / "first"
 
 
@@ -222,7 +225,7 @@ def test_one_command_continues_with_renumbered_rows(days: Path, first: Path, tmp
                                                     ) -> None:
     """Results equal those of a run whose rows were never renumbered."""
     flags: dict[str, Any] = FLAGS | {"start": str(first)}
-    train(config(on(days, "old1"), tmp_path / "plain", **flags), show_progress=False)
+    train_on(on(days, "old1"), tmp_path / "plain", **flags)
     done = run_here(*words(on(days, "new1"), tmp_path / "moved", stats=days / "new1.stats",
                            remap=days / "new", **flags))
     assert done.returncode == 0, done.stderr
@@ -249,7 +252,7 @@ def test_another_numbering_is_refused(days: Path, first: Path, tmp_path: Path, d
                                       remap: str, word: str) -> None:
     flags = FLAGS | {"start": str(first)} | ({"remap": str(days / remap)} if remap else {})
     with pytest.raises(InvalidInputError, match=f"numbering of the rows.*{word}"):
-        train(config(on(days, data), tmp_path / "run", **flags), show_progress=False)
+        train_on(on(days, data), tmp_path / "run", **flags)
 
 
 # ---- columns of any name -------------------------------------------------------------------------
@@ -258,19 +261,16 @@ NAMES = ("type", "items", "keys", "values", "update", "to", "train", "user.id", 
          "user%2Eid", "__init__", "forward", "plain", "T_destination", "ä b")
 
 
-def test_every_column_name_trains_in_every_way(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    with (tmp_path / "log.csv").open("w") as log:
-        log.write(",".join(["y", "dense.one", *NAMES]) + "\n")
-        for row in rng.integers(0, 9, (400, len(NAMES))).tolist():
-            log.write(",".join(map(str, [row[0] % 2, row[1], *row])) + "\n")
-    recipe = generic_recipe("csv", Choice(NAMES, "y", ["dense.one"]))
-    preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "data", PreprocessOptions())
+def test_every_column_name_trains_in_every_way(tmp_path: Path, printed: Callable[..., str]
+                                               ) -> None:
+    rows = np.random.default_rng(0).integers(0, 9, (400, len(NAMES))).tolist()
+    made(tmp_path, "".join(",".join(map(str, row)) + "\n" for row in [
+        ["y", "dense.one", *NAMES], *([row[0] % 2, row[1], *row] for row in rows)]),
+        Choice(NAMES, "y", ["dense.one"]), "data")
     analyze_folder(tmp_path / "data").save(tmp_path / "stats")
     plan = str(tmp_path / "plan.json")
-    made = run_here("plan", str(tmp_path / "stats"), "--topology", "this-host", "--world-size", "1",
-                    "--dim", "8", "--batch-size", "64", "-o", plan)
-    assert made.returncode == 0, made.stderr
+    printed("plan", tmp_path / "stats", "--topology", "this-host", "--world-size", "1",
+            "--dim", "8", "--batch-size", "64", "-o", plan)
     flags = {"batch_size": 64, "model.dim": 8, "model.dense_layers": [8], "model.over_layers": [8],
              "data": str(tmp_path / "data")}
     found = {}
@@ -287,10 +287,12 @@ def test_every_column_name_trains_in_every_way(tmp_path: Path) -> None:
     load_model(tmp_path / "oper").close()
 
 
-@given(st.lists(st.sampled_from(["type", "_", ".", "%", "%2E", "%25", "a", "to", "__init__"]),
-                min_size=1, max_size=4).map("".join),
-       st.lists(st.sampled_from(["type", "_", ".", "%", "%2E", "%25", "a", "to", "__init__"]),
-                min_size=1, max_size=4).map("".join))
+ANY_NAME = st.lists(
+    st.sampled_from(["type", "_", ".", "%", "%2E", "%25", "a", "to", "__init__"]),
+    min_size=1, max_size=4).map("".join)
+
+
+@given(ANY_NAME, ANY_NAME)
 def test_names_stay_different_and_usable(a: str, b: str) -> None:
     assert (table_name(a) == table_name(b)) == (a == b)
     nn.ModuleDict({table_name(a): nn.Identity()})
@@ -305,14 +307,10 @@ def test_every_name_that_torch_reserves_is_changed() -> None:
 # ---- traces, and phases in metrics ---------------------------------------------------------------
 
 
-def steps_in(path: Path) -> dict[str, Any]:
+def steps_in(path: Path) -> dict[int, int]:
     """Return the number of phase bars by step."""
-    found: dict[int, int] = {}
-    for event in read_trace(path)["traceEvents"]:
-        if event.get("cat") == "phase":
-            step = event["args"]["step"]
-            found[step] = found.get(step, 0) + 1
-    return found
+    return Counter(event["args"]["step"] for event in read_trace(path)["traceEvents"]
+                   if event.get("cat") == "phase")
 
 
 def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
@@ -335,15 +333,14 @@ def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
 def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
     """They are also after resuming; steps before the resumption are not traced."""
     run = {"max_steps": 4, "checkpoint_every": 2}
-    train(config(prepared, tmp_path / "run", **run), show_progress=False)
+    train_on(prepared, tmp_path / "run", **run)
     path = tmp_path / "trace.json"
     more = {"checkpoint_every": 2, "trace": str(path)}
     with pytest.warns(UserWarning, match="steps after 4, at which this run resumes"):
-        result = train(config(prepared, tmp_path / "run", **more, max_steps=6, trace_steps="2-4"),
-                       show_progress=False, resume=True)
+        result = train_on(prepared, tmp_path / "run", resume=True, **more, max_steps=6,
+                          trace_steps="2-4")
     assert "trace" not in result and not path.exists()
-    train(config(prepared, tmp_path / "run", **more, max_steps=8, trace_steps="3-7"),
-          show_progress=False, resume=True)
+    train_on(prepared, tmp_path / "run", resume=True, **more, max_steps=8, trace_steps="3-7")
     assert steps_in(path) == {7: len(PHASES)}
 
 
@@ -352,16 +349,15 @@ def test_steps_that_the_run_will_not_reach(prepared: Prepared, tmp_path: Path) -
     """
     out, path = tmp_path / "run", tmp_path / "trace.json"
     with pytest.raises(InvalidInputError, match="'11-20', expected steps of the run, 1-5"):
-        train(config(prepared, out, max_steps=5, trace=str(path)), show_progress=False)
+        train_on(prepared, out, max_steps=5, trace=str(path))
     assert not out.exists()
     with pytest.warns(UserWarning, match="steps 4 to 5 only"):
-        result = train(config(prepared, out, max_steps=5, trace=str(path), trace_steps="4-9"),
-                       show_progress=False)
+        result = train_on(prepared, out, max_steps=5, trace=str(path), trace_steps="4-9")
     assert result["trace"] == str(path) and set(steps_in(path)) == {4, 5}
 
 
 def test_an_unsharded_run_has_no_phases(prepared: Prepared, tmp_path: Path) -> None:
-    train(config(prepared, tmp_path, sharding="none", max_steps=5), show_progress=False)
+    train_on(prepared, tmp_path, sharding="none", max_steps=5)
     assert all("phases" not in line for line in lines(tmp_path))
 
 
@@ -369,8 +365,8 @@ def test_a_trace_that_cannot_be_written_does_not_fail_the_run(prepared: Prepared
                                                               ) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.warns(UserWarning, match="the trace is not written"):
-        result = train(config(prepared, tmp_path / "run", max_steps=5, trace_steps="1-2",
-                              trace=str(tmp_path / "file" / "t.json")), show_progress=False)
+        result = train_on(prepared, tmp_path / "run", max_steps=5, trace_steps="1-2",
+                          trace=str(tmp_path / "file" / "t.json"))
     assert result["steps"] == 5 and "trace" not in result
     assert (tmp_path / "run" / "state.pt").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ def config(raw: Prepared, out: Path, **flags: Any) -> TrainConfig:
     return test_train.config(raw, out, **{"dynamic.rows": 600} | flags)
 
 
+def train_on(raw: Prepared, out: Path, resume: bool = False, **flags: Any) -> dict[str, Any]:
+    return test_train.train_on(raw, out, resume, **{"dynamic.rows": 600} | flags)
+
+
 def words(raw: Prepared, out: Path, **flags: Any) -> list[str]:
     return test_train.words(raw, out, stats=raw.stats, **{"dynamic.rows": 600} | flags)
 
@@ -61,7 +66,7 @@ def known(out: Path, column: str) -> oper.KeyedRows:
 
 
 def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) -> None:
-    result = train(config(raw, tmp_path), show_progress=False)
+    result = train_on(raw, tmp_path)
     assert result["auc"] > 0.6
     folder = Folder.open(raw.folder, allow_raw=True)
     # The first epoch skipped only the rows of the incomplete last batch.
@@ -84,8 +89,7 @@ def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
     """
     run = tmp_path / "run"
     flags = {"dynamic.rows": 90, "dynamic.admit_after": 2, "dynamic.time_to_live": 3}
-    train(config(raw, run, checkpoint_every=5, delta_every=1, max_steps=9, **flags),
-          show_progress=False)
+    train_on(raw, run, checkpoint_every=5, delta_every=1, max_steps=9, **flags)
     whole = load_model(run, "whole", row_dtype)
     (run / "state.pt").rename(tmp_path / "state.pt")
     model = load_model(run, "deltas", row_dtype)
@@ -111,8 +115,8 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
     """Served from the run's state or only its checkpoint, over HTTP and in the same process."""
     run = tmp_path / "run"
     flags = {"dynamic.admit_after": 2, "dynamic.time_to_live": 9, "max_steps": 12}
-    trained = config(raw, run, checkpoint_every=12, **flags)
-    train(trained, show_progress=False)
+    train_on(raw, run, checkpoint_every=12, **flags)
+    trained = config(raw, run, **flags)
     batch = next(iter(click_batches(trained, "valid")))
     keys = batch.sparse_features
     ids = keys.values().clone()
@@ -173,7 +177,7 @@ def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None
     (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"],
                             labels="ab")
     two = json.loads(out)
-    one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
+    one = train_on(raw, tmp_path / "one", epochs=1)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-3)
     # Counts of keys are the same for any number of ranks.
     counted = [[(x["event"], x.get("keys"), x.get("default_share")) for x in test_train.lines(
@@ -189,14 +193,13 @@ def test_a_run_continues_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path
     """The run stops after a checkpoint and two deltas, resumes from them, and then starts a new run
     from the complete one."""
     flags = {"checkpoint_every": 6, "delta_every": 2, "dynamic.admit_after": 2}
-    whole = train(config(raw, tmp_path / "whole", **flags), show_progress=False)
-    train(config(raw, tmp_path / "part", max_steps=10, **flags), show_progress=False)
-    again = train(config(raw, tmp_path / "part", **flags), show_progress=False, resume=True)
+    whole = train_on(raw, tmp_path / "whole", **flags)
+    train_on(raw, tmp_path / "part", max_steps=10, **flags)
+    again = train_on(raw, tmp_path / "part", resume=True, **flags)
     assert again["auc"] == whole["auc"]
     mine, other = (load_state(tmp_path / name / "state.pt") for name in ("whole", "part"))
     assert all(torch.equal(value, other[name]) for name, value in mine.items())
-    train(config(raw, tmp_path / "next", start=str(tmp_path / "whole"), max_steps=1, **flags),
-          show_progress=False)
+    train_on(raw, tmp_path / "next", start=str(tmp_path / "whole"), max_steps=1, **flags)
     before, after = known(tmp_path / "whole", "C26"), known(tmp_path / "next", "C26")
     steps = whole["steps"] - whole["steps"] % 2  # the last delta or checkpoint
     assert after.clock == steps + 1 and set(before.keys.tolist()) & set(after.keys.tolist())
@@ -255,22 +258,23 @@ def test_tables_are_given_bytes(raw: Prepared, tmp_path: Path) -> None:
     assert oper.dynamic_rows(40_000, dim, rule, oper.RowWiseAdagrad()) == rows
     assert oper.dynamic_rows(40_000, dim, rule, oper.Adam()) < rows
     with pytest.raises(InvalidInputError, match=r"cannot continue.*dynamic\.bytes': 50000"):
-        train(config(raw, tmp_path / "run", **flags | {"dynamic.bytes": 50_000, "max_steps": 2}),
-              show_progress=False, resume=True)
+        train_on(raw, tmp_path / "run", resume=True,
+                 **flags | {"dynamic.bytes": 50_000, "max_steps": 2})
     with pytest.raises(InvalidInputError, match=r"bytes=9, expected an integer >= \d+"):
-        train(config(raw, tmp_path / "b", **flags | {"dynamic.bytes": 9}), show_progress=False)
+        train_on(raw, tmp_path / "b", **flags | {"dynamic.bytes": 9})
 
 
-def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_from_statistics_of_keys(
+        raw: Prepared, tmp_path: Path, printed: Callable[..., str],
+        capsys: pytest.CaptureFixture[str]) -> None:
     """The command line plans, verifies and explains tables as `oper.shard` does, and a run trains
     them."""
     plan, machine = str(tmp_path / "plan.json"), ["--topology", "this-host", "--world-size", "1"]
     columns = Folder.open(raw.folder, allow_raw=True).sparse
     rows = ";".join(f"{name}={101 if name == 'C26' else 600}" for name in columns)
-    assert main(["plan", raw.stats, "-o", plan, *machine, "--dim", "8", "--dynamic-rows", rows,
-                 "--admit-after", "2", "--eviction", "lfu", "--half-life", "9",
-                 "--time-to-live", "30", "--time-budget", "1"]) == 0
+    printed("plan", raw.stats, "-o", plan, *machine, "--dim", "8", "--dynamic-rows", rows,
+            "--admit-after", "2", "--eviction", "lfu", "--half-life", "9",
+            "--time-to-live", "30", "--time-budget", "1")
     made = oper.Plan.load(plan)
     assert {t.table.num_rows for t in made.tables} == {600, 101}
     stats = oper.AccessStats.load(raw.stats)
@@ -284,9 +288,8 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
         topology_preset("this-host", 1), batch_size=2048)
     assert made.step_us == pytest.approx(evaluate(made, problem).step_us, rel=1e-9)
     for verb in ("verify", "explain"):
-        assert main([verb, plan, "--stats", raw.stats]) == 0
-    train(config(raw, tmp_path / "run", plan=plan, stats="", max_steps=1,
-                 **{"dynamic.tables.C26": 101}), show_progress=False)
+        printed(verb, plan, "--stats", raw.stats)
+    train_on(raw, tmp_path / "run", plan=plan, stats="", max_steps=1, **{"dynamic.tables.C26": 101})
     capsys.readouterr()
     for words, message in ((["--dynamic-rows", "C1=600;nobody=9"], "--dynamic-rows="),
                            (["--dynamic-rows", "many"], "--dynamic-rows="),
@@ -333,42 +336,38 @@ def test_refused_configurations(raw: Prepared, tmp_path: Path, flags: dict[str, 
 
 def test_refused_data(raw: Prepared, prepared: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
-        train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
+        train_on(raw, tmp_path / "a", **{"dynamic.rows": 0})
     with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
-        train(config(raw, tmp_path / "a", **{"dynamic.tables.nobody": 9}), show_progress=False)
+        train_on(raw, tmp_path / "a", **{"dynamic.tables.nobody": 9})
     with pytest.raises(InvalidInputError, match=r'bytes=.*set tables_on = "meta"'):
-        train(config(raw, tmp_path / "a", **{"dynamic.rows": (1 << 32) - 1, "model.dim": 4096}),
-              show_progress=False)
+        train_on(raw, tmp_path / "a", **{"dynamic.rows": (1 << 32) - 1, "model.dim": 4096})
     with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):
-        train(config(raw, tmp_path / "a", data=prepared.folder, stats=""), show_progress=False)
+        train_on(raw, tmp_path / "a", data=prepared.folder, stats="")
 
 
 def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
     """For example, a column has strings on one day and numbers on another."""
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
-    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    train_on(raw, tmp_path / "run", **flags)
     shutil.copytree(raw.folder, tmp_path / "data")
     path = tmp_path / "data" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"numbering": "raw ids; hashes of texts: C1"}
     path.write_text(json.dumps(manifest))
     flags |= {"data": str(path.parent), "max_steps": 2}
     with pytest.raises(InvalidInputError, match=r"numbering of the rows.*start over with --force"):
-        train(config(raw, tmp_path / "run", **flags), show_progress=False, resume=True)
+        train_on(raw, tmp_path / "run", resume=True, **flags)
     with pytest.raises(InvalidInputError, match=r"numbering of the rows.*preprocess both the same"):
-        train(config(raw, tmp_path / "next", **flags, start=str(tmp_path / "run")),
-              show_progress=False)
+        train_on(raw, tmp_path / "next", **flags, start=str(tmp_path / "run"))
 
 
 def test_tables_that_cannot_resume_are_named(raw: Prepared, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
-    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    train_on(raw, tmp_path / "run", **flags)
     words = (r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*"
              "set the same values")
     for change in ({"dynamic.rows": 700}, {"dynamic.tables.C1": 9}, {"dynamic.admit_after": 2},
                    {"seed": 9}):
         with pytest.raises(InvalidInputError, match=f"cannot continue from.*{words}"):
-            train(config(raw, tmp_path / "run", **flags | change | {"max_steps": 2}),
-                  show_progress=False, resume=True)
+            train_on(raw, tmp_path / "run", resume=True, **flags | change | {"max_steps": 2})
         with pytest.raises(InvalidInputError, match=f"cannot start from.*{words}"):
-            train(config(raw, tmp_path / "next", **flags | change, start=str(tmp_path / "run")),
-                  show_progress=False)
+            train_on(raw, tmp_path / "next", **flags | change, start=str(tmp_path / "run"))

@@ -25,7 +25,7 @@ from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
 from tests.support import ROOT, run_here, wait_for
 from tests.train.conftest import Prepared
-from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, words
+from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, train_on, words
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
 
@@ -131,9 +131,9 @@ def test_another_number_of_ranks_continues(prepared: Prepared, calm: Path, tmp_p
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats}
     with pytest.raises(InvalidInputError, match="batch_size"):
-        train(config(prepared, out, **flags), show_progress=False, resume=True)
+        train_on(prepared, out, resume=True, **flags)
     assert len(lines(out)) == 31, "a refused run changes nothing"
-    train(config(prepared, out, **{**flags, "batch_size": 128}), show_progress=False, resume=True)
+    train_on(prepared, out, resume=True, **{**flags, "batch_size": 128})
     assert [e["step"] for e in lines(out) if e["event"] == "train"] == list(range(1, 31))
     mine = load_state(out / "state.pt")
     for key, value in load_state(calm / "state.pt").items():
@@ -147,7 +147,7 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     out = tmp_path / "new"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
-    train(config(prepared, out, **flags), show_progress=False)
+    train_on(prepared, out, **flags)
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
 
 
@@ -189,16 +189,14 @@ def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(prepared:
     """For tables and dense layers; with learning rates of 0, no weight changes."""
     flags: dict[str, Any] = {"checkpoint_every": 2, "batch_size": 64}
     for name in ("before", "after"):
-        train(config(prepared, tmp_path / name, max_steps=2, **flags), show_progress=False)
+        train_on(prepared, tmp_path / name, max_steps=2, **flags)
     out, none = tmp_path / "after", {"optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
-    result = train(config(prepared, out, max_steps=4, **flags, **none), show_progress=False,
-                   resume=True)
+    result = train_on(prepared, out, resume=True, max_steps=4, **flags, **none)
     assert result["steps"] == 4
     assert_same_state(out, tmp_path / "before")
     for dense in ("adam", "sgd"):
         with pytest.raises(InvalidInputError, match=f"optimizer.dense='{dense}'"):
-            train(config(prepared, out, max_steps=6, **flags, **{"optimizer.dense": dense}),
-                  show_progress=False, resume=True)
+            train_on(prepared, out, resume=True, max_steps=6, **flags, **{"optimizer.dense": dense})
 
 
 def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
@@ -206,11 +204,11 @@ def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
 ) -> None:
     """Otherwise a server would publish the old weights, whose rows may have another numbering."""
     out = tmp_path / "run"
-    train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+    train_on(prepared, out, sharding="none", max_steps=1)
     assert find_weights(out).name == "state.pt"
     monkeypatch.setattr(Engine, "step", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+        train_on(prepared, out, sharding="none", max_steps=1)
     with pytest.raises(FileFormatError):
         find_weights(out)
 
@@ -296,7 +294,7 @@ def test_an_earlier_run_is_kept_and_the_error_names_the_remedies(prepared: Prepa
 def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_by_resuming(prepared: Prepared,
                                                                            tmp_path: Path) -> None:
     out = tmp_path / "run"
-    train(config(prepared, out, max_steps=2), show_progress=False)
+    train_on(prepared, out, max_steps=2)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     done = run_here(*words(prepared, out, stats=prepared.stats), "--resume")
     assert done.returncode == 1 and "--force" in done.stderr
@@ -310,12 +308,11 @@ def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) ->
 
 
 def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> None:
-    first = config(prepared, tmp_path / "first", **FLAGS | {"max_steps": 8})
-    train(first, show_progress=False)
+    train_on(prepared, tmp_path / "first", **FLAGS | {"max_steps": 8})
     # Without learning rates a step changes nothing, so the state is the loaded one.
     still = FLAGS | {"max_steps": 1, "start": str(tmp_path / "first"), "seed": 9,
                      "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
-    train(config(prepared, tmp_path / "second", **still), show_progress=False)
+    train_on(prepared, tmp_path / "second", **still)
     assert_same_state(tmp_path / "second", tmp_path / "first")
     with pytest.raises(InvalidInputError, match="a folder other than out"):
         config(prepared, tmp_path / "first", **still)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +169,15 @@ def test_weights_whose_rows_are_numbered_differently_are_refused(prepared: Prepa
     for served in (STATE, CHECKPOINT):
         if served == CHECKPOINT:
             os.unlink(run / STATE)
-        model = load_model(run)
-        model.reads_again(lambda model=model: model.read_folder(other))
-        try:
+        with closing(load_model(run)) as model:
+            model.reads_again(lambda model=model: model.read_folder(other))
             with pytest.raises(InvalidInputError,
                                match=f"numbering.*='another', expected {numbering}"):
                 model.publish()
-        finally:
-            model.close()
     os.unlink(other / STATE)  # its checkpoint has the numbering of the data
-    model = load_model(other)
-    model.reads_again(lambda: model.read_folder(run))
-    try:
+    with closing(load_model(other)) as model:
+        model.reads_again(lambda: model.read_folder(run))
         assert model.publish() == 2
-    finally:
-        model.close()
 
 
 # ---- local copies of runs in a store -------------------------------------------------------------
@@ -255,8 +250,7 @@ def assert_equal(mirror: RunMirror, run: Path) -> None:
 
 def test_files_of_a_run_may_arrive_in_any_order(place: Store, runs: list[Path]) -> None:
     """The next run replaces it in the same places; its deltas can be followed."""
-    mirror = RunMirror(place.url)
-    try:
+    with closing(RunMirror(place.url)) as mirror:
         assert names_in(mirror.folder) == []
         upload(place, runs[0], mirror, 1)
         assert_equal(mirror, runs[0])
@@ -286,8 +280,6 @@ def test_files_of_a_run_may_arrive_in_any_order(place: Store, runs: list[Path]) 
         assert (mirror.folder / CHECKPOINT).stat().st_ino == held
         upload(place, runs[0], mirror, 3)
         assert base_of(mirror.folder / CHECKPOINT) == base_of(runs[0] / CHECKPOINT)
-    finally:
-        mirror.close()
     assert not mirror.folder.exists()
 
 
@@ -318,8 +310,7 @@ def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
     late = [n for n in names if n.startswith(f"{CHECKPOINT}.deltas/") and "/000000/" in n]
     for name in sorted(set(names) - set(late)):
         place.put(name, (runs[0] / name).read_bytes())
-    mirror = RunMirror(place.url)
-    try:
+    with closing(RunMirror(place.url)) as mirror:
         follower = Follower(lambda: mirror.folder / CHECKPOINT)
         assert "missing delta='000000', expected all deltas up to 000001" in mirror.update()
         assert not list(follower.changes())
@@ -331,8 +322,6 @@ def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
             follower.applied(change)
             steps.append(change.step)
         assert len(steps) == 2
-    finally:
-        mirror.close()
 
 
 def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,

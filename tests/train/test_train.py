@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data import Folder, load_recipe
 from oper.errors import FileFormatError, InvalidInputError
 from oper.plan import uniform_plan
 from oper.rl_rec.data.catalogue import Catalogue, synthetic_interactions
@@ -27,6 +27,7 @@ from oper.train.loop import train
 from oper.train.model import build_dlrm, load_state
 from oper.train.resume import Checkpoints
 from oper.train.tasks import ClickTask, RecommenderTask, click_batches, evaluate_clicks
+from tests.data.loader_support import made
 from tests.forked import Forked
 from tests.support import ROOT, run_here, wait_for
 from tests.train.conftest import Prepared
@@ -40,9 +41,16 @@ def config(prepared: Prepared, out: Path, **flags: Any) -> TrainConfig:
     return load_config(None, FLAGS | {"data": prepared.folder, "out": str(out)} | oper_only | flags)
 
 
+def train_on(prepared: Prepared, out: Path, resume: bool = False, **flags: Any) -> dict[str, Any]:
+    return train(config(prepared, out, **flags), show_progress=False, resume=resume)
+
+
 def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:
-    settings = FLAGS | {"data": prepared.folder, "out": str(out)} | flags
-    return ["train", *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
+    return set_to(FLAGS | {"data": prepared.folder, "out": str(out)} | flags)
+
+
+def set_to(flags: dict[str, Any]) -> list[str]:
+    return ["train", *(w for k, v in flags.items() for w in ("--set", f"{k}={v}"))]
 
 
 def start_ranks(arguments: list[str], world_size: int, labels: str = ""
@@ -128,7 +136,7 @@ def test_metrics_lines_cover_all_steps_and_no_other_work(prepared: Prepared, tmp
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and phases include the steps before a validation or checkpoint; time excludes both."""
     flags: dict[str, Any] = {"max_steps": 6, "batch_size": 64}
-    train(config(prepared, tmp_path / "all", **flags, log_every=1), show_progress=False)
+    train_on(prepared, tmp_path / "all", **flags, log_every=1)
     pause, save, evaluate = 0.15, Checkpoints.after, ClickTask.evaluate
 
     def slowly(function: Any, *arguments: Any) -> Any:
@@ -138,8 +146,7 @@ def test_metrics_lines_cover_all_steps_and_no_other_work(prepared: Prepared, tmp
     monkeypatch.setattr(Checkpoints, "after", lambda *x: slowly(save, *x))
     monkeypatch.setattr(ClickTask, "evaluate", lambda *x: slowly(evaluate, *x))
     began = time.perf_counter()
-    train(config(prepared, tmp_path / "some", **flags, log_every=3, checkpoint_every=2,
-                 eval_every=2), show_progress=False)
+    train_on(prepared, tmp_path / "some", **flags, log_every=3, checkpoint_every=2, eval_every=2)
     seconds = time.perf_counter() - began
     some = [e for e in lines(tmp_path / "some") if e["event"] == "train"]
     each = [e["loss"] for e in lines(tmp_path / "all") if e["event"] == "train"]
@@ -149,9 +156,8 @@ def test_metrics_lines_cover_all_steps_and_no_other_work(prepared: Prepared, tmp
 
 
 def test_a_diverged_run_writes_valid_json(prepared: Prepared, tmp_path: Path) -> None:
-    result = train(config(prepared, tmp_path / "run", **{
-        "sharding": "none", "max_steps": 3, "log_every": 1, "optimizer.dense": "sgd",
-        "optimizer.dense_lr": 1e18, "optimizer.tables_lr": 1e18}), show_progress=False)
+    result = train_on(prepared, tmp_path / "run", sharding="none", max_steps=3, log_every=1, **{
+        "optimizer.dense": "sgd", "optimizer.dense_lr": 1e18, "optimizer.tables_lr": 1e18})
     assert math.isnan(result["auc"])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
@@ -167,11 +173,10 @@ def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str, cross_
     (out, err), _ = run_ranks([*words(prepared, tmp_path / "two", **two), "--json"])
     result = json.loads(out)
     assert "training" in err and "100%" in err
-    run = config(prepared, tmp_path / "two", **two)
-    again = validate_unsharded(run)
+    again = validate_unsharded(config(prepared, tmp_path / "two", **two))
     assert again["auc"] == pytest.approx(result["auc"], rel=1e-6)
     assert again["samples"] == result["samples"]
-    one = train(config(prepared, tmp_path / "one", sharding="none", **layers), show_progress=False)
+    one = train_on(prepared, tmp_path / "one", sharding="none", **layers)
     assert result["auc"] == pytest.approx(one["auc"], abs=1e-3)
     crossed = [name for name in load_state(tmp_path / "two" / "state.pt") if "V_kernels" in name]
     assert len(crossed) == cross_layers
@@ -203,9 +208,9 @@ def test_a_dead_peer_is_one_message(prepared: Prepared, tmp_path: Path) -> None:
 
 def test_unsuitable_data_is_refused(prepared: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="batch_size"):
-        train(config(prepared, tmp_path / "a", batch_size=100_000))
+        train_on(prepared, tmp_path / "a", batch_size=100_000)
     with pytest.raises(FileFormatError, match="preprocess"):
-        train(config(prepared, tmp_path / "b", data=str(tmp_path)))
+        train_on(prepared, tmp_path / "b", data=str(tmp_path))
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
     damaged = tmp_path / "state.pt"
     damaged.write_bytes(b"no state")
@@ -258,8 +263,7 @@ def test_sharded_equals_unsharded(name: str, tmp_path: Path) -> None:
 def test_a_recommender_in_two_processes(sharding: str, tmp_path: Path) -> None:
     flags = {**SMALL, **SEQUENCES, "model.name": "cdt4rec", "out": str(tmp_path), "batch_size": 16,
              "sharding": sharding, "tables_on": "meta" if sharding == "oper" else "cpu"}
-    words = ["train", *(w for k, v in flags.items() for w in ("--set", f"{k}={v}")), "--json"]
-    (out, _), _ = run_ranks(words)
+    (out, _), _ = run_ranks([*set_to(flags), "--json"])
     result = json.loads(out)
     assert result["users"] == 200 and 0 < result["ndcg@10"] < 1
     shape = load_state(tmp_path / "state.pt")["items.embeddings.item.weight"].shape
@@ -269,18 +273,15 @@ def test_a_recommender_in_two_processes(sharding: str, tmp_path: Path) -> None:
 def test_a_preprocessed_log(tmp_path: Path) -> None:
     rows = [(u, 100 + (u * 7 + 3 * k) % 40, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
             for u in range(1, 60) for k in range(12)]
-    log = tmp_path / "ratings.dat"
-    log.write_text("".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows))
-    preprocess(load_recipe("movietweetings"), [str(log)], tmp_path / "data",
-               PreprocessOptions(min_count=1, valid="0", test="0"))
+    made(tmp_path, "".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows),
+         load_recipe("movietweetings"), "data", min_count=1, valid="0", test="0")
     flags = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | SEQUENCES
     run = load_config(None, {**flags, "data": str(tmp_path / "data"), "model.name": "sasrec",
                              "out": str(tmp_path / "run"), "epochs": 3, "eval_every": 2,
                              "interactions.k_core": 2, "eval_users": 20})
     result = train(run, show_progress=False)
     assert result["users"] == 20 and not result["interrupted"]
-    events = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"train", "valid", "end"} == {e["event"] for e in events}
+    assert {"train", "valid", "end"} == {e["event"] for e in lines(tmp_path / "run")}
 
 
 def test_contradictory_configurations_are_refused(tmp_path: Path) -> None:
