@@ -77,7 +77,7 @@ class ShardedTables(TableUpdates):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # whether lookups without gradients may run concurrently, see `Turns`
-    trains_in_parts = True  # whether `MicroBatches` is supported
+    trains_in_parts = True  # whether `micro_batches.in_parts` is supported
     shares_bags = True  # whether lookups support `Lookup.shared`
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
     resolves_across_domains = False  # whether `resolve` works with several memory domains
