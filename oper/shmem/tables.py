@@ -52,6 +52,7 @@ from oper.shmem.protocol import Tables
 from oper.shmem.replica_groups.moves import begin_move
 from oper.shmem.settings import deadline_s
 from oper.shmem.updates import TableUpdates
+from oper.support.processes import when_dropped
 
 
 class ShardedTables(TableUpdates):
@@ -166,9 +167,8 @@ class ShardedTables(TableUpdates):
 
     def _release_when_dropped(self) -> None:
         """Arrange that tables without references are released even if `close` was not called."""
-        self._release: Any = weakref.finalize(self, _release, os.getpid(), self.handle,
-                                              self._check_open())
-        self._release.atexit = False
+        self._release: Any = when_dropped(self, _release, os.getpid(), self.handle,
+                                          self._check_open())
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
         return Exchange(self.group, domain_of, self.collection, self.plan.message_bits)

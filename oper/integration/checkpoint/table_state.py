@@ -26,6 +26,7 @@ from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
+from oper.support.processes import when_dropped
 from oper.tables import OPTIMIZERS
 
 _GENERATOR = threading.Lock()
@@ -101,10 +102,8 @@ def watched(value: Any, key: str) -> Any:
     given = [value, getattr(value, "_local_tensor", value)]  # the latter of a DTensor
     if all(isinstance(x, torch.Tensor) and not x.is_inference() for x in given):
         aliases = [x.detach() for x in given]  # with the version counters of `given`
-        found = weakref.finalize(value, _check_unchanged, id(value), aliases,
-                                 [x._version for x in aliases], key)
-        found.atexit = False
-        _WATCHED[id(value)] = found
+        _WATCHED[id(value)] = when_dropped(value, _check_unchanged, id(value), aliases,
+                                           [x._version for x in aliases], key)
     return value
 
 

@@ -8,7 +8,6 @@ a refused batch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -35,6 +34,7 @@ from oper.shmem.passes import Backward
 from oper.shmem.placement.send_buffer import reserved_bytes
 from oper.shmem.settings import deadline_s, send_buffer_bytes
 from oper.shmem.tables import ShardedTables
+from oper.support.processes import when_dropped
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
 # Default size of the send buffer: a share of the device's memory, and the minimum.
@@ -173,10 +173,8 @@ class DeviceTables(ShardedTables):
 
     def _release_when_dropped(self) -> None:
         assert self._heap is not None
-        self._release = weakref.finalize(
-            self, release, self._heap,  # type: ignore[arg-type]
-            partial(torch.ops.oper.device_context_close, self.handle))
-        self._release.atexit = False
+        self._release = when_dropped(
+            self, release, self._heap, partial(torch.ops.oper.device_context_close, self.handle))
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         return self.arenas.segment(address, rows, columns, dtype)

@@ -27,6 +27,7 @@ from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.group.status import Status
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
+from oper.support.processes import when_dropped
 
 _POLL_S = 20e-6  # between polls of a device collective, whose own wait cannot be interrupted
 _SLICE_S = 0.2  # interval at which a waiting rank checks that its peers are alive
@@ -187,9 +188,7 @@ class _MonitoredTransport(ABC):
     def hold(self, owner: object) -> Callable[[], object]:
         token = object()
         self._holders.add(token)
-        release = weakref.finalize(owner, self._release, token)
-        release.atexit = False
-        return release
+        return when_dropped(owner, self._release, token)
 
     def _release(self, token: object) -> None:
         self._holders.discard(token)
@@ -208,8 +207,8 @@ class _MonitoredTransport(ABC):
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
         """Set the function that `close` calls, also when the transport is garbage-collected."""
-        self._close = weakref.finalize(self, close, self._process, *arguments)
-        self._close.atexit = False  # peers of a process that ends see it as lost
+        # Not at exit: peers of a process that ends see it as lost.
+        self._close = when_dropped(self, close, self._process, *arguments)
 
 
 class SocketTransport(_MonitoredTransport):
@@ -349,9 +348,8 @@ def transport_of(group: Group) -> Transport:
             name in dist.get_backend(key) for name in ("gloo", "mpi"))
         known = (CollectiveTransport if moves_on_device else SocketTransport)(group)
         _TRANSPORTS[key] = known
-        with_group = weakref.finalize(key, _close, weakref.ref(known))
-        with_group.atexit = False
-        weakref.finalize(known, with_group.detach).atexit = False
+        with_group = when_dropped(key, _close, weakref.ref(known))
+        when_dropped(known, with_group.detach)
     assert known is not None
     return known
 

@@ -47,6 +47,7 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import SEND_BUFFER_ENV, send_buffer_bytes
+from oper.support.processes import when_dropped
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
 CHUNK_RECORDS = 1 << 20  # records that are read or checked at once
@@ -145,8 +146,7 @@ class Keys:
         # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
-        self._release: Any = weakref.finalize(self, _release, self._handle, self._heap)
-        self._release.atexit = False
+        self._release: Any = when_dropped(self, _release, self._handle, self._heap)
 
     def refuse(self, what: str, todo: str) -> NoReturn:
         """Raise InvalidInputError for an operation that dynamic tables do not support."""

@@ -6,7 +6,6 @@ Checkpoints and statistics read and write them through a copy in host memory.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
+from oper.support.processes import when_dropped
 from oper.tables import KEY_BUCKET_ROWS
 
 _STATE_WIDTH = 7  # numbers of `device_keys_state`: the clock, then those of KeyCounter
@@ -91,9 +91,8 @@ class DeviceKeys(Keys):
         self._history = RowHistory(self._last)
         self._find = operators.device_keys_find.default
         self._leave = operators.device_keys_leave.default
-        self._release = weakref.finalize(
+        self._release = when_dropped(
             self, release, self._heap, partial(operators.device_keys_close, self._handle))
-        self._release.atexit = False
 
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
         streams = self._streams
