@@ -51,7 +51,6 @@ from oper.support.processes import when_dropped
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
 CHUNK_RECORDS = 1 << 20  # records that are read or checked at once
-_RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
 # Parts of a directory in a checkpoint, and whether their keys are candidates, which have no row.
@@ -242,7 +241,7 @@ class Keys:
             raise clock_at_end(list(self.tables)[number])
         assert left == _NO_ROOM
         raise OperError("the keys of a batch do not fit the send buffer", SEND_BUFFER_ENV,
-        send_buffer_bytes(),
+                        send_buffer_bytes(),
                         "8 bytes for each of its distinct keys, 16 for those without a row; also "
                         "for keys received from other hosts",
                         f"raise {SEND_BUFFER_ENV} or use a smaller batch")
@@ -320,17 +319,12 @@ class Keys:
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
               checks: bool = False) -> None:
-        """Restore the records with these numbers (int64 [n]) from `read` or `changed`, equal on all
-        ranks; a barrier must follow. With `checks`, only check them.
+        """Restore the records with these numbers (int64 [n]) from `read` or `changed` (int64
+        [n, 3]), equal on all ranks; a barrier must follow. With `checks`, only check them.
 
         Raises:
-            InvalidInputError: the records have a wrong dtype or shape, or one is invalid there.
+            InvalidInputError: a record is invalid there.
         """
-        if records.dtype != torch.int64 or records.dim() != 2 or (
-                records.shape[1] != _RECORD_COLUMNS):
-            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}", "records",
-                                    (records.dtype, tuple(records.shape)), "int64 [n, 3]",
-                                    "load a checkpoint of this model")
         if not checks:
             self._history.load()
         bad = self._write(name, part, numbers, records.contiguous(), checks)
