@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoWait, ShardedModule
 from torchrec.modules.embedding_configs import (
@@ -61,11 +60,6 @@ Collection: TypeAlias = (EmbeddingBagCollection | EmbeddingCollection | QuantEmb
               | QuantEmbeddingCollection)
 
 
-def divides_gradients() -> bool:
-    """Whether TorchRec divides table gradients by the world size (`set_gradient_division`)."""
-    return bool(comm_ops.get_gradient_division())
-
-
 def configs_of(collection: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Return a collection's table configurations in the order of its outputs."""
     if isinstance(collection, _QUANTISED):  # their outputs are grouped by pooling or data type
@@ -89,7 +83,6 @@ def table_specs(collection: Collection,
     """
     specs = []
     _check_tables(collection)
-    _check_dtypes(collection)
     quantised = {DataType.INT8: "int8", DataType.INT4: "int4"}
     known = _DTYPES | (quantised if isinstance(collection, _QUANTISED) else {})
     for config in configs_of(collection):
@@ -118,8 +111,8 @@ def table_specs(collection: Collection,
 
 
 def _check_tables(collection: Collection) -> None:
-    """Raise InvalidInputError if a table's module no longer has the shape and options that its
-    configuration states, which sharded tables have."""
+    """Raise InvalidInputError if a table's module no longer has the shape, dtype and options that
+    its configuration states, which sharded tables have."""
     if isinstance(collection, _QUANTISED):
         return
     for config in configs_of(collection):
@@ -140,16 +133,8 @@ def _check_tables(collection: Collection) -> None:
                     f"cannot shard table {config.name!r}", option, found[option],
                     f"{value}, as in the configuration of the collection",
                     "undo the change to the table, or leave the module out of modules=")
-
-
-def _check_dtypes(collection: Collection) -> None:
-    """Raise InvalidInputError if a weight's dtype differs from its configuration's data_type."""
-    if isinstance(collection, _QUANTISED):
-        return
-    for config, (_, weight) in zip(configs_of(collection), collection.named_parameters(),
-                                   strict=True):
         declared = _DTYPES.get(config.data_type)
-        held = str(weight.dtype).removeprefix("torch.")
+        held = str(table.weight.dtype).removeprefix("torch.")
         # TorchRec's unsharded collection allocates BF16 tables as float16.
         if declared not in (None, held) and (declared, held) != ("bfloat16", "float16"):
             raise InvalidInputError(

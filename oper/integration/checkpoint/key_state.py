@@ -21,8 +21,8 @@ from oper.integration.checkpoint.table_state import (
     distributed,
     not_plain,
     noting,
+    range_here,
     rank0_values,
-    shard_range,
 )
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.keys.directories import CHUNK_RECORDS, MOST_UPDATES, RECORDS, Keys
@@ -46,12 +46,11 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
     keys = tables.keys
     if keys is None or name not in keys.tables:
         return {}
-    size = 1 if tables.group.is_local else tables.group.world_size
     found: dict[str, Any] = {}
     for part in keys.parts(name) if may_copy_rows() else ():
         num_records = keys.num_records(name, RECORDS[part])
-        begin, end = shard_range(num_records, size, tables.group.rank if size > 1 else 0)
-        found[part] = distributed(tables, keys.read(name, part, begin, end), num_records)
+        records = keys.read(name, part, *range_here(tables, num_records))
+        found[part] = distributed(tables, records, num_records)
     return found | {"clock": torch.tensor(keys.clock(name))}
 
 

@@ -14,13 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import (
-    CHUNK_BYTES,
-    TableRows,
-    chunk_bytes_on_demand,
-    gives_handles,
-    note_rank,
-)
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES, TableRows, chunk_bytes_of, note_rank
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
@@ -46,14 +40,11 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
     """
     if tables.replicas is not None:
         tables.replicas.check_synchronized(f"cannot read the state of table {name!r}")
-    if gives_handles(tables):
-        return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
-    shape = torch.Size(tables.shape(name, part))
-    num_rows = shape[0]
-    world_size, rank = tables.group.world_size, tables.group.rank
-    if world_size == 1 or tables.group.is_local:
-        return tables.read(name, part=part)
-    begin, end = shard_range(num_rows, world_size, rank)
+    chunk_bytes = chunk_bytes_of(tables)
+    if chunk_bytes:
+        return TableRows(tables, name, part, chunk_bytes)
+    num_rows = tables.specs[name].num_rows
+    begin, end = range_here(tables, num_rows)
     return distributed(tables, tables.read(name, begin, end, part), num_rows)
 
 
@@ -191,6 +182,12 @@ def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
 
 
+def range_here(tables: ShardedTables, num_rows: int) -> tuple[int, int]:
+    """Return the rows `[begin, end)` of which this rank's ``state_dict`` has values."""
+    group = tables.group
+    return (0, num_rows) if group.is_local else shard_range(num_rows, group.world_size, group.rank)
+
+
 def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                         names: Mapping[str, str]) -> None:
     """Warn of values that ``load_state_dict(assign=True)`` converts to the table's dtype.
@@ -257,16 +254,21 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     tables.flush_replicas()
 
 
+def _parts_of(tables: ShardedTables, name: str, label: str) -> dict[str, str]:
+    """Map the keys of a table's optimizer state, without its number of steps, to its parts."""
+    return {f"{label}.{_STATE_NAMES[part]}": part
+            for part, _ in STATE_PARTS[tables.specs[name].optimizer]}
+
+
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
     """Return a table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
 
     Values are as `table_entry` returns them, with rows in logical order under any plan. Optimizers
     with bias correction add ``<label>.step``, a float32 scalar.
     """
-    kind = tables.specs[name].optimizer
-    entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
-               for part, _ in STATE_PARTS[kind]}
-    if OPTIMIZERS[kind].counts_steps:
+    entries = {key: table_entry(tables, name, part)
+               for key, part in _parts_of(tables, name, label).items()}
+    if OPTIMIZERS[tables.specs[name].optimizer].counts_steps:
         entries[f"{label}.step"] = torch.tensor(tables.table_steps(name), dtype=torch.float32)
     return entries
 
@@ -287,7 +289,7 @@ def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: An
         entries = state.get(label) if isinstance(state, Mapping) else None
         found = entries if isinstance(entries, Mapping) else {}
         kind = tables.specs[name].optimizer
-        parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
+        parts = _parts_of(tables, name, label)
         wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
         if not isinstance(entries, Mapping) or found.keys() != wanted:
             errors.append(fail(what, "entries", sorted(found, key=str),
@@ -319,8 +321,8 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, Any]) -> None:
     """Write the entries of `optimizer_entries`; call ``tables.flush_replicas()`` after all tables.
     """
-    for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
-        load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
+    for key, part in _parts_of(tables, name, label).items():
+        load_entry(tables, name, entries[key], part)
     if f"{label}.step" in entries:
         steps = tables.group.all_gather(int(entries[f"{label}.step"]))
         tables.set_table_steps(name, steps[0])
