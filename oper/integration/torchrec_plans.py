@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -195,13 +196,8 @@ def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
 
 def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return columns `[start, stop)` and owner, with adjacent pieces of the same owner merged."""
-    out: list[tuple[int, int, int]] = []
-    for piece, owner in zip(pieces, owners, strict=True):
-        if out and out[-1][2] == owner:
-            out[-1] = (out[-1][0], piece.stop, owner)
-        else:
-            out.append((piece.start, piece.stop, owner))
-    return out
+    runs = [list(run) for _, run in groupby(zip(owners, pieces, strict=True), itemgetter(0))]
+    return [(run[0][1].start, run[-1][1].stop, run[0][0]) for run in runs]
 
 
 def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: np.ndarray
