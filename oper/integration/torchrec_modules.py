@@ -10,6 +10,7 @@ the names and with the shapes of the unsharded module.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
@@ -338,9 +339,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         super().__init__(collection, tables, names)
         self._is_weighted = collection.is_weighted()
         self._dims = [c.embedding_dim for c in self._configs for _ in c.feature_names]
-        self._offsets = [0]
-        for dim in self._dims:
-            self._offsets.append(self._offsets[-1] + dim)
+        self._offsets = [*itertools.accumulate(self._dims, initial=0)]
         self._index = {name: k for k, name in enumerate(self._output_names)}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

@@ -18,6 +18,7 @@ from oper.integration.checkpoint.on_demand import check_rank, may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
     chunks_of,
+    count_of,
     distributed,
     not_plain,
     noting,
@@ -136,11 +137,7 @@ def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
             raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
                                     "dtype, shape, layout", found, f"{wanted}",
                                     "load a checkpoint of a table with as many rows")
-    try:
-        clock = int(state["clock"])
-    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
-        clock = -1
-    if not 0 <= clock <= MOST_UPDATES:
+    if not 0 <= count_of(state["clock"]) <= MOST_UPDATES:
         raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", state["clock"],
                                 f"a number in [0, {MOST_UPDATES}]",
                                 "load a checkpoint of this model")

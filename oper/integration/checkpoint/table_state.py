@@ -308,13 +308,19 @@ def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: An
 def check_steps(what: str, steps: Any) -> int:
     """Return a saved number of updates as an int; raises InvalidInputError, which begins with
     `what`, if it is not an integer >= 0."""
-    try:
-        number = float(steps)
-    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
-        number = -1.0
+    number = count_of(steps)
     require(what, "pass a state that optimizer_state_dict or state_dict has returned", (
-        "step", steps, number >= 0 and number.is_integer(), "an integer >= 0"))
-    return int(number)
+        "step", steps, number >= 0, "an integer >= 0"))
+    return number
+
+
+def count_of(value: Any) -> int:
+    """Return a saved number of updates as an int; -1 if it is not an integer >= 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+        return -1
+    return int(number) if number >= 0 and number.is_integer() else -1
 
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,

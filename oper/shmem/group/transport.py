@@ -11,17 +11,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from oper.errors import OperError, PeerLostError
 from oper.shmem.group.connections import connect
-from oper.shmem.group.desync import (
-    CollectivePhase,
-    Verdict,
-    raise_verdict,
-)
+from oper.shmem.group.desync import CollectivePhase, Verdict, raise_verdict
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup, is_destroyed
 from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.group.status import Status
@@ -34,15 +30,16 @@ _SLICE_S = 0.2  # interval at which a waiting rank checks that its peers are ali
 _NAMING_S = 3.0  # how long to wait for the dead peer to be identified after a failed exchange
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One all-to-all exchange of bytes at a time.
 
     Attributes:
         at: the phase of the next exchange, set by the caller.
     """
 
-    at: CollectivePhase
+    at = CollectivePhase(0, 0)
 
+    @abstractmethod
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         """Send segment r of `send` to rank r, receive segment r of `recv` from it. Collective.
@@ -60,18 +57,18 @@ class Transport(Protocol):
     def hold(self, owner: object) -> Callable[[], object]:
         """Keep the transport open; returns a function that ends this, called automatically when
         `owner` is garbage-collected."""
+        return lambda: None
 
     def attribute(self, verdict: Verdict) -> Verdict:
         """Replace a preliminary verdict by the final one, using the other ranks' reports."""
+        return verdict
 
-    def abort(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:  # noqa: B027  # by default, no rank is notified
         """Notify the other ranks that this rank no longer takes part, and of its verdict."""
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """A transport between virtual ranks."""
-
-    at = CollectivePhase(0, 0)
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
@@ -91,24 +88,14 @@ class ThreadTransport:
             torch.cuda.synchronize(recv.device)
         group.all_gather(None)  # senders may reuse their buffers
 
-    def hold(self, owner: object) -> Callable[[], object]:
-        return lambda: None
 
-    def attribute(self, verdict: Verdict) -> Verdict:
-        return verdict
-
-    def abort(self, verdict: Verdict) -> None:
-        pass
-
-
-class _MonitoredTransport(ABC):
+class _MonitoredTransport(Transport):
     """Exchanges between processes that also watch for dead or late peers."""
 
     closes_with_tables = False
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._whole, self._process = group, os.getpid()
-        self.at = CollectivePhase(0, 0)
         self._deadline_s = deadline_s()
         self._device = device
         self._monitor = LivenessMonitor(group)
