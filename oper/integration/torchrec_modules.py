@@ -240,8 +240,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     @property
     def _shares(self) -> bool:
         """Whether lookups expand pooled rows of shared bags to samples; if not, `spread` does."""
-        shares: bool = self.tables.shares_bags
-        return shares and not torch.compiler.is_compiling()
+        return self.tables.shares_bags and not torch.compiler.is_compiling()
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)

@@ -163,9 +163,8 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
 def is_fit(batch: Lookup, device: torch.device) -> bool:
     """Return whether a batch's devices, dtypes, shapes and keys are valid for tables on `device`;
     the values of ids and lengths are not checked."""
-    fit: bool = torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
-                                      batch.batch_size, device)
-    return fit
+    return torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
+                                 batch.batch_size, device)
 
 
 def needs_weight_gradient(batch: Lookup) -> bool:

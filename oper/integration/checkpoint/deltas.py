@@ -152,8 +152,7 @@ class DeltaCheckpoints:
         only the keys that have expired since the last delta. If times to live changed within a
         chain, its readers would miss keys that are valid again, and keys that expire at once."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
-        times: Any = self._times_to_live()
-        return not path.exists() or read_json(path, _WHAT) == times
+        return not path.exists() or read_json(path, _WHAT) == self._times_to_live()
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save the changes since the last delta or full checkpoint, in the background.

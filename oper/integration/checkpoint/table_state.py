@@ -71,10 +71,8 @@ def _mesh(tables: ShardedTables) -> Any:
 
     mesh = getattr(tables, "_device_mesh", None)
     if mesh is None:
-        import torch.distributed as dist
-
-        group: Any = getattr(tables.group, "process_group", None) or dist.group.WORLD
-        mesh = DeviceMesh.from_group(group, "cpu")
+        group: Any = tables.group
+        mesh = DeviceMesh.from_group(group.handle, "cpu")
         tables._device_mesh = mesh  # type: ignore[attr-defined]
     return mesh
 
@@ -220,8 +218,7 @@ def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]
 
 def all_ranks(tables: ShardedTables) -> Group:
     """Return the ranks of all replica groups, which load the same values."""
-    whole: Group = tables.group if tables.replicas is None else tables.replicas.groups.whole
-    return whole
+    return tables.group if tables.replicas is None else tables.replicas.groups.whole
 
 
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
@@ -463,10 +460,9 @@ def rank0_values(tables: ShardedTables, values: Any) -> Any:
         import torch.distributed as dist
 
         data = data.clone()
-        group = getattr(tables.group, "process_group", None)
-        root = 0 if group is None else dist.get_global_rank(group, 0)
+        group: Any = tables.group
         # As bytes, since gloo does not support all dtypes.
-        dist.broadcast(data.view(torch.uint8), root, group=group)
+        dist.broadcast(data.view(torch.uint8), group.ranks[0], group=group.handle)
     return data
 
 

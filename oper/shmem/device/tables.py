@@ -213,8 +213,7 @@ class DeviceTables(ShardedTables):
     def found_error(self) -> tuple[int, int, int]:
         """Return status code, rank and detail of the first error that kernels have found; code 0 =
         no error."""
-        code, rank, detail = torch.ops.oper.device_context_error(self.handle)
-        return code, rank, detail
+        return torch.ops.oper.device_context_error(self.handle)
 
     def _raise_found(self) -> None:
         """Raise the error that kernels found, and reset it so that later batches are processed."""

@@ -163,12 +163,7 @@ _REGISTERS: weakref.WeakKeyDictionary[Any, Register] = weakref.WeakKeyDictionary
 
 def register_of(group: Group) -> Register:
     """Return the register of a group; all `Group` objects of a process group share one."""
-    key: Any = group
-    if hasattr(group, "process_group"):
-        import torch.distributed as dist
-
-        key = group.process_group or dist.group.WORLD
-    return _REGISTERS.setdefault(key, Register())
+    return _REGISTERS.setdefault(getattr(group, "handle", group), Register())
 
 
 @contextlib.contextmanager

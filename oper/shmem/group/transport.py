@@ -258,8 +258,7 @@ class CollectiveTransport(_MonitoredTransport):
         super().__init__(group, torch.device("cuda", torch.cuda.current_device()))
         self._dist = dist
         self._group = dist.new_group(
-            dist.get_process_group_ranks(group.process_group or dist.group.WORLD),
-            use_local_synchronization=True,
+            group.ranks, use_local_synchronization=True,
             timeout=timedelta(seconds=max(self._deadline_s, 1.0) + 60))
         # The back end connects its ranks in the first exchange: make it now, on all ranks at once.
         sizes = [1] * group.world_size
@@ -326,7 +325,7 @@ def transport_of(group: Group) -> Transport:
         if is_destroyed(other):
             transport.close()
             del _TRANSPORTS[other]
-    key = group.process_group or dist.group.WORLD
+    key = group.handle
     known = _TRANSPORTS.get(key)
     if not all(group.all_gather(known is not None and known.is_open)):
         if known is not None:  # another rank has closed its end

@@ -190,9 +190,8 @@ class Keys:
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
         """Return the rows of a batch's ids, `SeenKeys.found`, and a code that is not 0 for an
         invalid batch."""
-        found: tuple[Any, ...] = self._find(self._handle, batch.ids, batch.lengths, batch.key_of,
-                                            batch.batch_size, trains)
-        return found
+        return self._find(self._handle, batch.ids, batch.lengths, batch.key_of,
+                          batch.batch_size, trains)
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -304,18 +303,15 @@ class Keys:
             Their numbers int64 [n], ascending, and the records as `read` returns them.
         """
         since = since if self._domains.is_first else self.clock(name)
-        numbers, records = torch.ops.oper.keys_changed(
+        return torch.ops.oper.keys_changed(
             self._records(own=True), self.tables[name], RECORDS[part], since)
-        return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
         """Return the slots in this rank's buckets, int64 [n], ascending, whose keys are past their
         time to live now and were not at clock `since`; with -1, all slots whose keys are past it.
         With several memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
-        slots: torch.Tensor = torch.ops.oper.keys_expired(
-            self._records(own=True), self.tables[name], since)
-        return slots
+        return torch.ops.oper.keys_expired(self._records(own=True), self.tables[name], since)
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
               checks: bool = False) -> None:

@@ -99,10 +99,9 @@ class DeviceKeys(Keys):
         # The host would not know of a replay's updates, so rows could get other keys' gradients.
         if streams is not None and streams.is_current_stream_capturing():
             self.refuse("cannot capture a lookup in a graph", "run these steps outside graphs")
-        found: tuple[Any, ...] = self._find(
+        return self._find(
             self._handle, self._tables.handle, batch.ids, batch.lengths, batch.key_of,
             batch.batch_size, trains)
-        return found
 
     # ---- updates ---------------------------------------------------------------------------------
 

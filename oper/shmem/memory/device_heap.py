@@ -113,10 +113,10 @@ class DeviceHeap:
         whole = self._whole
         assert isinstance(whole, ProcessGroup)
         if not isinstance(self._group, DomainGroup):
-            return whole.name
+            return str(whole.handle.group_name)
         import torch.distributed as dist
 
-        everyone = dist.get_process_group_ranks(whole.process_group or dist.group.WORLD)
+        everyone = whole.ranks
         self._domain = dist.new_group([everyone[r] for r in self._group.members], backend="gloo",
                                       use_local_synchronization=True)
         return str(self._domain.group_name)
