@@ -103,7 +103,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     opened.collected.forget_failed()
     if torch._C._current_graph_task_id() == -1:
         opened.collected.began.clear()
-    at_once = not trained and opened.lookups_at_once and opened.is_one_domain
+    at_once = not trained and not opened.on_device and opened.is_one_domain
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:
             opened.turns.check()

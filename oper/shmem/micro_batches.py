@@ -219,7 +219,7 @@ def why_not_in_parts(tables: Tables) -> str:
     """Return the reason why tables cannot be trained in parts now; empty if they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
-        "are in device memory": not tables.trains_in_parts,
+        "are in device memory": tables.on_device,
         "are dynamic": tables.keys is not None,
         "are in replica groups": tables.replicas is not None,
         "are trained in parts already": tables.turns.parts is not None,

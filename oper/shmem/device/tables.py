@@ -67,14 +67,10 @@ class DeviceTables(ShardedTables):
     _plan_attributes = (*ShardedTables._plan_attributes, "arenas", "order", "updates_at_once",
                     "num_squares", "_steps")
     _exchange: DeviceExchange | None
-    lookups_at_once = False  # lookups share workspaces
-    trains_in_parts = False
+    on_device = True
     shares_bags = False
     takes_parts = False
-    resolves_across_domains = True
     is_watched = False
-    times_phases = False
-    context_operators = "device_context"
     _deduplicate: bool | None = None
     most_staging_bytes = 1 << 30  # limit on the memory for de-duplicated rows of peers
 

@@ -194,9 +194,8 @@ class DeviceKeys(Keys):
 
     def _bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a view of device memory, uint8 [num_bytes]; `num_bytes` is a multiple of 4."""
-        view: torch.Tensor = self._tables.arenas.segment(  # type: ignore[attr-defined]
-            address, num_bytes // 4, 1, "float32")
-        return view.view(-1).view(torch.uint8)
+        arenas: Any = self._tables.arenas  # type: ignore[attr-defined]
+        return arenas.memory(address, num_bytes // 4).view(torch.uint8)
 
     def _drop_copy(self) -> None:
         copy, self._copy = self._copy, None
