@@ -321,8 +321,7 @@ class Synchronizer:
         found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
-        slots = [[reader.take(n, 1, torch.int32)[:, 0].numpy().view(np.uint32)
-                  for reader, theirs in zip(found, counts, strict=True) for n in (theirs[k],)]
+        slots = [[reader.slots(theirs[k]) for reader, theirs in zip(found, counts, strict=True)]
                  for k in range(len(mine))]
         unions = [union_of(x) for x in slots]
         slots = [[union] * len(x)
