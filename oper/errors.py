@@ -48,23 +48,26 @@ class MissingDependencyError(OperError, ImportError):
     """A package or the compiled extension is missing; the message states how to install it."""
 
 
-class PeerLostError(OperError, RuntimeError):
+class _PeerError(OperError):
+    """An error of another rank. `rank` is the value that the message names ``rank``, or None."""
+
+    def __init__(self, what: object = "", name: str | None = None, value: object = None,
+                 expected: str = "", todo: str = "") -> None:
+        super().__init__(what, name, value, expected, todo)
+        self.rank = value if name == "rank" and isinstance(value, int) else None
+
+
+class PeerLostError(_PeerError, RuntimeError):
     """A peer process died or refused its batch while this rank waited for it; `rank` is the peer's.
     """
 
-    rank: int | None = None
 
-
-class DeadlineError(OperError, TimeoutError):
+class DeadlineError(_PeerError, TimeoutError):
     """A peer did not arrive at a collective phase in time; `rank` is the peer's."""
 
-    rank: int | None = None
 
-
-class DesyncError(OperError, RuntimeError):
+class DesyncError(_PeerError, RuntimeError):
     """Ranks made different collective calls at the same time; `rank` is the one that deviates."""
-
-    rank: int | None = None
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from oper.integration.keys.managed_collision import Managed
     from oper.integration.targets import Target
     from oper.shmem.group.groups import Group
-    from oper.shmem.micro_batches import MicroBatches
     from oper.shmem.optim.optimizers import Optimizer
     from oper.shmem.tables import ShardedTables
 
@@ -403,7 +402,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                     tables.held.refused = refused
 
 
-def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
+def micro_batches(model: nn.Module, num_passes: int | None = None
+                  ) -> contextlib.AbstractContextManager[None]:
     """Train one batch in parts: several forward and backward passes, one update of the tables.
 
     A context manager. Each backward pass inside the block passes its table gradients to a worker
@@ -431,9 +431,9 @@ def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatch
         ...     for part in torch.tensor([[[1, 2]], [[2, 3]]]):
         ...         (bag(part).sum() / 2).backward()  # rows 1 to 3 change after the block
     """
-    from oper.shmem.micro_batches import MicroBatches
+    from oper.shmem.micro_batches import in_parts
 
-    return MicroBatches(tables_of(model, "nothing to train in parts"), num_passes)
+    return in_parts(tables_of(model, "nothing to train in parts"), num_passes)
 
 
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],

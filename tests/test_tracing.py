@@ -312,7 +312,7 @@ def test_models_and_files_that_cannot_be_traced_are_refused(tmp_path: Path) -> N
             pass
         train(model, 1)
     assert len(read(path)[1]) == 2 * 2 * len(PHASES)
-    model.a.tables.times_phases = False  # as for tables in device memory
+    model.a.tables.on_device = True
     with pytest.raises(OperError, match=r"torch\.profiler"):
         oper.trace(model, path)
 

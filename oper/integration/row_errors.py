@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -72,11 +73,11 @@ def _sample(spec: TableSpec, edges: np.ndarray, hottest: np.ndarray
     counts = np.minimum(sizes, _SAMPLED)
     positions = np.concatenate([begin + np.arange(count) * size // count for begin, count, size in
                                 zip(edges[:-1], counts, sizes, strict=True)])
-    entry = TablePlan(spec, (Piece(0, spec.dim, (Tier(0, spec.num_rows, "owned", (0,)),)),))
-    if edges.size > 2 and hottest.size:  # rows are in hotness order; otherwise positions are ids
-        base = replace(spec, optimizer="none")
-        entry = with_row_dtypes(replace(entry, table=base), [
-            (int(edges[-2]), "float32"), (spec.num_rows, "int8")], hottest)
+    # Rows at the first positions, which are ids without a hotness order.
+    num_hot = int(edges[-2]) if edges.size > 2 and hottest.size else 0
+    tiers = tuple(Tier(a, b, "owned", (0,))
+                  for a, b in pairwise(sorted({0, num_hot, spec.num_rows})))
+    entry = TablePlan(spec, (Piece(0, spec.dim, tiers),), hottest[:num_hot])
     ids = TableDirectory(entry, 1).ids_at(positions)
     order = np.argsort(ids)
     return ids[order], np.repeat(np.arange(sizes.size), counts)[order]

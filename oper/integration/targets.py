@@ -481,8 +481,8 @@ def _gradient_scale(target: Target, group: Group) -> float:
     """Return the factor on summed gradients: 1 / world_size, as in DDP, or 1 if TorchRec's
     `set_gradient_division` is off."""
     if target.is_collection:
-        from oper.integration.torchrec_modules import divides_gradients
+        from torchrec.distributed.comm_ops import get_gradient_division
 
-        if not divides_gradients():
+        if not get_gradient_division():
             return 1.0
     return 1.0 / group.world_size

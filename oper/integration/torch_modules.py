@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, require
 from oper.integration.checkpoint.table_state import (
     load_optimizer_entries,
     optimizer_entries,
@@ -29,16 +29,12 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
     what = f"cannot shard {type(module).__name__} {name!r}"
     pooling = getattr(module, "mode", "none")
     dtype = str(module.weight.dtype).removeprefix("torch.")
-    refused: dict[str, tuple[Any, Any]] = {
-        "max_norm": (module.max_norm, None),
-        "scale_grad_by_freq": (module.scale_grad_by_freq, False),
-        "mode": (pooling, pooling if pooling in ("sum", "mean", "none") else "sum or mean"),
-        "weight.dtype": (dtype, dtype if dtype in DTYPE_BYTES else " or ".join(DTYPE_BYTES)),
-    }
-    for option, (value, allowed) in refused.items():
-        if value != allowed:
-            raise InvalidInputError(what, option, value, f"{allowed}",
-                                    "leave this module out of modules=")
+    scales = module.scale_grad_by_freq
+    require(what, "leave this module out of modules=",
+            ("max_norm", module.max_norm, module.max_norm is None, "None"),
+            ("scale_grad_by_freq", scales, not scales, "False"),
+            ("mode", pooling, pooling in ("sum", "mean", "none"), "sum or mean"),
+            ("weight.dtype", dtype, dtype in DTYPE_BYTES, " or ".join(DTYPE_BYTES)))
     return TableSpec(name, module.num_embeddings, module.embedding_dim, (name,), pooling,
                      dtype, optimizer)
 

@@ -10,12 +10,12 @@ the names and with the shapes of the unsharded module.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoWait, ShardedModule
 from torchrec.modules.embedding_configs import (
@@ -61,11 +61,6 @@ Collection: TypeAlias = (EmbeddingBagCollection | EmbeddingCollection | QuantEmb
               | QuantEmbeddingCollection)
 
 
-def divides_gradients() -> bool:
-    """Whether TorchRec divides table gradients by the world size (`set_gradient_division`)."""
-    return bool(comm_ops.get_gradient_division())
-
-
 def configs_of(collection: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Return a collection's table configurations in the order of its outputs."""
     if isinstance(collection, _QUANTISED):  # their outputs are grouped by pooling or data type
@@ -89,7 +84,6 @@ def table_specs(collection: Collection,
     """
     specs = []
     _check_tables(collection)
-    _check_dtypes(collection)
     quantised = {DataType.INT8: "int8", DataType.INT4: "int4"}
     known = _DTYPES | (quantised if isinstance(collection, _QUANTISED) else {})
     for config in configs_of(collection):
@@ -118,8 +112,8 @@ def table_specs(collection: Collection,
 
 
 def _check_tables(collection: Collection) -> None:
-    """Raise InvalidInputError if a table's module no longer has the shape and options that its
-    configuration states, which sharded tables have."""
+    """Raise InvalidInputError if a table's module no longer has the shape, dtype and options that
+    its configuration states, which sharded tables have."""
     if isinstance(collection, _QUANTISED):
         return
     for config in configs_of(collection):
@@ -140,16 +134,8 @@ def _check_tables(collection: Collection) -> None:
                     f"cannot shard table {config.name!r}", option, found[option],
                     f"{value}, as in the configuration of the collection",
                     "undo the change to the table, or leave the module out of modules=")
-
-
-def _check_dtypes(collection: Collection) -> None:
-    """Raise InvalidInputError if a weight's dtype differs from its configuration's data_type."""
-    if isinstance(collection, _QUANTISED):
-        return
-    for config, (_, weight) in zip(configs_of(collection), collection.named_parameters(),
-                                   strict=True):
         declared = _DTYPES.get(config.data_type)
-        held = str(weight.dtype).removeprefix("torch.")
+        held = str(table.weight.dtype).removeprefix("torch.")
         # TorchRec's unsharded collection allocates BF16 tables as float16.
         if declared not in (None, held) and (declared, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
@@ -254,8 +240,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     @property
     def _shares(self) -> bool:
         """Whether lookups expand pooled rows of shared bags to samples; if not, `spread` does."""
-        shares: bool = self.tables.shares_bags
-        return shares and not torch.compiler.is_compiling()
+        return self.tables.shares_bags and not torch.compiler.is_compiling()
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)
@@ -353,9 +338,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         super().__init__(collection, tables, names)
         self._is_weighted = collection.is_weighted()
         self._dims = [c.embedding_dim for c in self._configs for _ in c.feature_names]
-        self._offsets = [0]
-        for dim in self._dims:
-            self._offsets.append(self._offsets[-1] + dim)
+        self._offsets = [*itertools.accumulate(self._dims, initial=0)]
         self._index = {name: k for k, name in enumerate(self._output_names)}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

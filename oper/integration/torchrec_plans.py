@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import make_problem
+from oper.shmem.group.groups import default_group
 from oper.stats import AccessStats
 from oper.tables import TableSpec, plan_names
 from oper.topology import Topology
@@ -110,11 +112,9 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
     options = options or ExportOptions()
     choices = _choices(plan, options)
     names = _names(module)
-    wanted = [replace(spec, name=names[path, spec.name])
-              for path, child in collections_of(module) for spec in table_specs(child)]
     tables = [t.table for t in plan.tables]
     known = {t.name: t for t in tables}
-    for spec in wanted:
+    for spec in _specs(module):
         held = known.get(spec.name)
         if held is None or (held.num_rows, held.dim) != (spec.num_rows, spec.dim):
             raise PlanError("the plan is for another model",
@@ -148,6 +148,13 @@ def _names(module: nn.Module) -> dict[tuple[str, str], str]:
     """Map (path of the collection, table name) to the table's name in plans."""
     return plan_names(
         (path, c.name) for path, child in collections_of(module) for c in configs_of(child))
+
+
+def _specs(module: nn.Module) -> list[TableSpec]:
+    """Return the tables of the collections of `module`, named as in plans."""
+    names = _names(module)
+    return [replace(spec, name=names[path, spec.name])
+            for path, child in collections_of(module) for spec in table_specs(child)]
 
 
 def _choices(plan: Plan, options: ExportOptions) -> dict[str, _Choice]:
@@ -189,13 +196,8 @@ def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
 
 def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return columns `[start, stop)` and owner, with adjacent pieces of the same owner merged."""
-    out: list[tuple[int, int, int]] = []
-    for piece, owner in zip(pieces, owners, strict=True):
-        if out and out[-1][2] == owner:
-            out[-1] = (out[-1][0], piece.stop, owner)
-        else:
-            out.append((piece.start, piece.stop, owner))
-    return out
+    runs = [list(run) for _, run in groupby(zip(owners, pieces, strict=True), itemgetter(0))]
+    return [(run[0][1].start, run[-1][1].stop, run[0][0]) for run in runs]
 
 
 def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: np.ndarray
@@ -391,10 +393,8 @@ class OperPlanner(ShardingPlanner):
             PlanError: OPER's plans fit, but their exports do not.
         """
         offered = _offered(module, sharders, self.device_type)
-        names = _names(module)
-        specs = [replace(spec, name=names[path, spec.name])
-                 for path, child in collections_of(module) for spec in table_specs(child)]
-        topology = self.topology or Topology.this_host(_world_size())
+        specs = _specs(module)
+        topology = self.topology or Topology.this_host(default_group().world_size)
         hosts = [len(d.ranks) for d in topology.domains if d.host == topology.domains[0].host]
         options = ExportOptions(self.device_type, sum(hosts), kinds=offered)
         best: tuple[float, ShardingPlan, Plan, list[str]] | None = None
@@ -460,7 +460,3 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
                                     f"a sharder of {kind.__name__}", "add it to the list")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -163,9 +163,8 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
 def is_fit(batch: Lookup, device: torch.device) -> bool:
     """Return whether a batch's devices, dtypes, shapes and keys are valid for tables on `device`;
     the values of ids and lengths are not checked."""
-    fit: bool = torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
-                                      batch.batch_size, device)
-    return fit
+    return torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
+                                 batch.batch_size, device)
 
 
 def needs_weight_gradient(batch: Lookup) -> bool:
@@ -204,19 +203,15 @@ def raise_status(code: int, detail: int, send_buffer_bytes: int, batch: Lookup |
         offsets: int64 [num_keys * B + 1], bounds of the batch's bags.
         tables: the tables that were to look up the batch.
     """
-    peer: PeerLostError | DeadlineError | None = None
     if code == Status.PEER_LATE:
-        peer = DeadlineError(
+        raise DeadlineError(
             "a peer did not arrive at the gradient exchange", "rank", detail,
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
             "every rank must run the same number of training steps; look at that rank")
     if code == Status.PEER_REFUSED_BATCH:
-        peer = PeerLostError("a peer has refused its batch, so no rank has trained", "rank",
-                             detail, "a valid batch on every rank",
-                             "see that rank's error; all ranks can continue with the next batch")
-    if peer is not None:
-        peer.rank = detail
-        raise peer
+        raise PeerLostError("a peer has refused its batch, so no rank has trained", "rank",
+                            detail, "a valid batch on every rank",
+                            "see that rank's error; all ranks can continue with the next batch")
     if code == Status.OTHER_SETTINGS:  # device memory; else `TableUpdates` raises it
         raise InvalidInputError(
             "ranks update the tables with different learning rates, frozen tables or step counts "
@@ -224,7 +219,7 @@ def raise_status(code: int, detail: int, send_buffer_bytes: int, batch: Lookup |
             "set lr and requires_grad by the same rule on every rank; no rank has updated its rows")
     if code == Status.SEND_BUFFER_FULL:
         raise OperError("the gradients of a batch do not fit the send buffer", SEND_BUFFER_ENV,
-        send_buffer_bytes,
+                        send_buffer_bytes,
                         "enough bytes for the gradients of the batch's distinct rows",
                         f"raise {SEND_BUFFER_ENV} or use a smaller batch")
     assert batch is not None and offsets is not None, f"status {code} without a batch"

@@ -32,11 +32,10 @@ def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
     trained = tables.optimizers is not None and torch.is_grad_enabled() and tables.is_trained()
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
     rows = batch.batch_size if batch.pooled else _num_rows(tables, batch)
-    out: torch.Tensor = lookup_op(
+    return lookup_op(
         tables.anchor if trained else tables.anchor.detach(), batch.ids, batch.lengths,
         batch.weights, batch.key_of, tables.number, batch.batch_size, batch.pooled, rows, columns,
         trained)[0]
-    return out
 
 
 def _num_rows(tables: Tables, batch: Lookup) -> int:
@@ -47,8 +46,7 @@ def _num_rows(tables: Tables, batch: Lookup) -> int:
         return batch.ids.shape[0]  # there are no other keys
     # The operator that looks up cannot have results of unknown sizes: for operators with effects
     # and several results, torch 2.13's Inductor confuses such sizes.
-    rows: int = rows_op(batch.lengths, batch.key_of, batch.batch_size)
-    return rows
+    return rows_op(batch.lengths, batch.key_of, batch.batch_size)
 
 
 def register(tables: Tables) -> int:
@@ -105,7 +103,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     opened.collected.forget_failed()
     if torch._C._current_graph_task_id() == -1:
         opened.collected.began.clear()
-    at_once = not trained and opened.lookups_at_once and opened.is_one_domain
+    at_once = not trained and not opened.on_device and opened.is_one_domain
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:
             opened.turns.check()

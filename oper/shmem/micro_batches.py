@@ -8,11 +8,11 @@ in which the program requests them, which must be the same on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
 
 
-class MicroBatches:
-    """Context manager in which a batch is trained in parts, for all tables of a model.
+@contextlib.contextmanager
+def in_parts(tables: Sequence[Tables], num_passes: int | None = None) -> Iterator[None]:
+    """Train a batch in parts inside the block, for all tables of a model.
 
     The tables are updated once, with the sum of the gradients of all backward passes inside the
     block: after pass number `num_passes`, or at the end of the block if it is None. If an error
@@ -36,51 +37,34 @@ class MicroBatches:
         num_passes: number of backward passes inside the block, or None.
 
     Raises:
-        InvalidInputError: on entering, if the tables cannot be trained in parts.
+        InvalidInputError: the tables cannot be trained in parts.
     """
-
-    def __init__(self, tables: Sequence[Tables], num_passes: int | None = None) -> None:
-        self._tables, self._num_passes = list(tables), num_passes
-
-    def __enter__(self) -> MicroBatches:
-        self._taken: list[Tables] = []
-        try:
-            for tables in self._tables:
-                tables.turns.lock.acquire()
-                self._taken.append(tables)
-                _check(tables)
-        except BaseException:
-            self._give_back()
-            raise
-        self._worker = _Worker(self._tables[0].turns.thread_of_parts())
-        for tables in self._tables:
-            tables.turns.parts = Parts(tables, self._worker, self._num_passes)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        parts: list[Parts] = [tables.turns.parts for tables in self._tables]
+    with contextlib.ExitStack() as locks:
+        for x in tables:
+            locks.enter_context(x.turns.lock)
+            _check(x)
+        worker = _Worker(tables[0].turns.thread_of_parts())
+        parts = [Parts(x, worker, num_passes) for x in tables]
         is_updated = False
         try:
+            for x, own in zip(tables, parts, strict=True):
+                x.turns.parts = own
             try:
-                self._worker.settle()
+                yield
             finally:
-                for tables in self._tables:
-                    tables.turns.parts = None
-            if error is None:
-                self._worker.raise_failed()
-                for x in parts:
-                    x.update()
-                is_updated = True
+                try:
+                    worker.settle()
+                finally:
+                    for x in tables:
+                        x.turns.parts = None
+            worker.raise_failed()
+            for own in parts:
+                own.update()
+            is_updated = True
         finally:
             if not is_updated:
-                for x in parts:
-                    x.forget()
-            self._give_back()
-
-    def _give_back(self) -> None:
-        for tables in reversed(self._taken):
-            tables.turns.lock.release()
+                for own in parts:
+                    own.forget()
 
 
 class _Worker:
@@ -235,7 +219,7 @@ def why_not_in_parts(tables: Tables) -> str:
     """Return the reason why tables cannot be trained in parts now; empty if they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
-        "are in device memory": not tables.trains_in_parts,
+        "are in device memory": tables.on_device,
         "are dynamic": tables.keys is not None,
         "are in replica groups": tables.replicas is not None,
         "are trained in parts already": tables.turns.parts is not None,

@@ -69,7 +69,6 @@ class Migration:
 
     Attributes:
         num_copied_bytes: bytes that this rank has copied so far.
-        num_total_bytes: bytes that this rank has to copy if no row changes during the move.
 
     Raises:
         InvalidInputError: `bytes_per_step` is not an integer >= 1 or None.
@@ -94,7 +93,6 @@ class Migration:
         self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
         self._touched: dict[str, list[np.ndarray]] = {}  # by table, ids changed by the last step
         self.num_copied_bytes = 0
-        self.num_total_bytes = sum(r.view.shape[0] * r.row_bytes for r in self._regions)
 
     def _own_part(self, plan: Plan) -> Plan:
         """Return the part of the plan for this collection, with the model's own table specs."""

@@ -54,11 +54,10 @@ class Tables(Collection, Protocol):
     frozen: frozenset[str]
     num_steps: int
     num_flushes: int
-    lookups_at_once: bool
+    on_device: bool
     held: Any  # `HeldPasses`
     migration: Any  # `Migration`, or None
     pull: Any
-    trains_in_parts: bool
     bounds: Any  # `BoundsCheck`
 
     @property

@@ -52,6 +52,7 @@ from oper.shmem.protocol import Tables
 from oper.shmem.replica_groups.moves import begin_move
 from oper.shmem.settings import deadline_s
 from oper.shmem.updates import TableUpdates
+from oper.support.processes import when_dropped
 
 
 class ShardedTables(TableUpdates):
@@ -76,11 +77,8 @@ class ShardedTables(TableUpdates):
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
-    lookups_at_once = True  # whether lookups without gradients may run concurrently, see `Turns`
-    trains_in_parts = True  # whether `MicroBatches` is supported
     shares_bags = True  # whether lookups support `Lookup.shared`
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
-    resolves_across_domains = False  # whether `resolve` works with several memory domains
     operators: Any = torch.ops.oper  # namespace of the operators on batches
     tracker: object = None  # the token of the `ChangedRows` that owns the marks of changed rows
     # Attributes that depend on the plan; `take_over` replaces them.
@@ -166,9 +164,8 @@ class ShardedTables(TableUpdates):
 
     def _release_when_dropped(self) -> None:
         """Arrange that tables without references are released even if `close` was not called."""
-        self._release: Any = weakref.finalize(self, _release, os.getpid(), self.handle,
-                                              self._check_open())
-        self._release.atexit = False
+        self._release: Any = when_dropped(self, _release, os.getpid(), self.handle,
+                                          self._check_open())
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
         return Exchange(self.group, domain_of, self.collection, self.plan.message_bits)
@@ -270,7 +267,7 @@ class ShardedTables(TableUpdates):
 
     def forward_alone(self, batch: Lookup) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` without gradients, while other threads may train or move the tables."""
-        if self._exchange is not None or not self.lookups_at_once:
+        if self._exchange is not None or self.on_device:  # there, lookups share workspaces
             with self.turns.lock:
                 return self.forward(batch)
         handle = self.handle
@@ -348,12 +345,13 @@ class ShardedTables(TableUpdates):
         Locates the ids and, unless the tables are read-only, sorts them. May run on another thread
         while earlier batches are trained: it reads no rows and is not collective. Results are
         bitwise the same. If the ids or the plan change before the lookup, the lookup resolves the
-        batch again. The batch is returned unchanged with several memory domains (unless
-        `resolves_across_domains`), with dynamic tables, and if the batch is invalid or has ids that
-        `BoundsCheck` will replace, since the lookup must report these.
+        batch again. The batch is returned unchanged with several domains of host memory, with
+        dynamic tables, and if the batch is invalid or has ids that `BoundsCheck` will replace,
+        since the lookup must report these.
         """
-        # Rows in other domains have no addresses; keys may get other rows before the lookup.
-        if (self.keys is not None or not (self.is_one_domain or self.resolves_across_domains)
+        # In host memory, rows of other domains have no addresses. Keys may get other rows before
+        # the lookup.
+        if (self.keys is not None or not (self.is_one_domain or self.on_device)
                 or self.bounds.replaces(batch, self.device)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile

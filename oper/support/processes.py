@@ -27,6 +27,18 @@ def in_child(held: _T, do: Callable[[_T], object]) -> None:
     _DUTIES[held] = do
 
 
+def when_dropped(held: object, do: Callable[..., object], *arguments: object
+                 ) -> weakref.finalize[Any, Any]:
+    """Call ``do(*arguments)`` when `held` is garbage-collected, but not when the process exits.
+
+    Returns:
+        The finalizer. Calling it makes the call at once, and only once.
+    """
+    found = weakref.finalize(held, do, *arguments)
+    found.atexit = False
+    return found
+
+
 def _begin_child() -> None:
     first: Exception | None = None
     for held, do in list(_DUTIES.items()):

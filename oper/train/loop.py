@@ -201,7 +201,7 @@ class _Meter:
 
     def __init__(self, engine: Engine) -> None:
         self._tables = [t for t in tables_of(engine.bare)
-                        if isinstance(t, ShardedTables) and t.times_phases]
+                        if isinstance(t, ShardedTables) and not t.on_device]
         self._keys = KeyMeter(engine.bare)
         self.restart()
 

@@ -15,7 +15,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.micro_batches import in_parts
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -353,7 +353,7 @@ def test_ids_of_a_prefetched_part_must_not_change() -> None:
     batch, _ = spoiled(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with MicroBatches([tables]), torch.no_grad():
+        with in_parts([tables]), torch.no_grad():
             begun = tables.turns.parts.start(batch).result()
             found = tables.lookup(begun)
             count = tables.bounds.num_bad_ids

@@ -17,7 +17,7 @@ from oper.errors import InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
-from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.micro_batches import in_parts
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -70,11 +70,11 @@ def joined(case: rs.Case, batches: list[rs.Batch]) -> rs.Batch:
                     torch.cat([b.target for b in batches]))
 
 
-def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
-             body: Callable[[int, torch.Tensor], None]) -> None:
+def train_in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
+                   body: Callable[[int, torch.Tensor], None]) -> None:
     """Train one batch in parts. `ahead`: each lookup starts before the passes of the previous part,
     and the last pass starts the update."""
-    with MicroBatches([tables], len(batches) if ahead else None):
+    with in_parts([tables], len(batches) if ahead else None):
         if ahead:
             begun = [tables.turns.parts.start(batches[0])]
         for k, batch in enumerate(batches):
@@ -105,7 +105,7 @@ def train(case: rs.Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
                     passes(k, tables.lookup(batch))
             passes(len(batches) - 1, tables.lookup(batches[-1]))
         else:
-            in_parts(tables, batches, how == "ahead", passes)
+            train_in_parts(tables, batches, how == "ahead", passes)
         assert tables.num_steps == step + 1
         assert not torch.equal(before, tables.read("large"))
     return rs.read_all(tables)
@@ -154,7 +154,7 @@ def test_rows_do_not_change_inside_the_block() -> None:
         tables = rs.open_tables(case, plan, group, EVERY["rowwise_adagrad"])
         parts = parts_of(case, group.rank, 0)
         seen = []
-        with MicroBatches([tables]):
+        with in_parts([tables]):
             for k, part in enumerate(parts):
                 if k + 1 < len(parts):
                     tables.turns.parts.start(parts[k + 1].lookup(case))
@@ -181,7 +181,7 @@ def test_prefetched_lookups_end_with_the_update() -> None:
     def body(group: Any) -> None:
         tables = rs.open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
         part = parts_of(case, group.rank, 0)[0]
-        with MicroBatches([tables]):
+        with in_parts([tables]):
             kept = tables.turns.parts.start(part.lookup(case))
             one_pass(tables, case, part)
         with torch.no_grad():
@@ -213,11 +213,11 @@ def test_an_error_within_a_step_updates_nothing(domains: tuple[int, ...] | None)
         if fails:
             before = tables.read("large")
             with pytest.raises(ZeroDivisionError):
-                in_parts(tables, batches, True, failing)
+                train_in_parts(tables, batches, True, failing)
             tables.barrier()
             assert tables.num_steps == 0
             rs.assert_bitwise(tables.read("large"), before, "rows after an error")
-        in_parts(tables, batches, True, passes)
+        train_in_parts(tables, batches, True, passes)
         return rs.read_all(tables)
 
     rs.assert_bitwise(*(rs.run_ranks(2, lambda g, fails=fails: body(g, fails), domains=domains)
@@ -228,25 +228,25 @@ def test_refusals(alone: Any) -> None:
     case, tables, part = alone
     plan = uniform_plan(case.tables, 1)
     read_only = rs.open_tables(case, plan, SingleGroup(), None)
-    with pytest.raises(InvalidInputError, match="read-only"), MicroBatches([read_only]):
+    with pytest.raises(InvalidInputError, match="read-only"), in_parts([read_only]):
         pass
-    with pytest.raises(InvalidInputError, match="no_sync"), tables.no_sync(), MicroBatches(
+    with pytest.raises(InvalidInputError, match="no_sync"), tables.no_sync(), in_parts(
             [tables]):
         pass
-    with MicroBatches([tables]):
-        with pytest.raises(InvalidInputError, match="in parts already"), MicroBatches([tables]):
+    with in_parts([tables]):
+        with pytest.raises(InvalidInputError, match="in parts already"), in_parts([tables]):
             pass
         with pytest.raises(InvalidInputError, match="accumulate"), tables.no_sync():
             pass
         with pytest.raises(InvalidInputError, match="another plan"):
             tables.start_migration(plan)
-    with pytest.raises(InvalidInputError, match="frozen"), MicroBatches([tables]):
+    with pytest.raises(InvalidInputError, match="frozen"), in_parts([tables]):
         for frozen in (frozenset({"large"}), frozenset[str]()):
             tables.frozen = frozen
             one_pass(tables, case, part)
     tables.frozen = frozenset()
     assert tables.num_steps == 0 and tables.turns.parts is None
-    with pytest.raises(InvalidInputError, match="num_passes=1"), MicroBatches([tables], 1):
+    with pytest.raises(InvalidInputError, match="num_passes=1"), in_parts([tables], 1):
         for _ in range(2):
             one_pass(tables, case, part)
     assert tables.turns.lock.acquire(blocking=False)
@@ -256,7 +256,7 @@ def test_ids_must_not_change_while_the_thread_uses_them(alone: Any) -> None:
     case, tables, part = alone
     batch = part.lookup(case)
     before = tables.read("large")
-    with (pytest.raises(InvalidInputError, match="changed in place"), MicroBatches([tables])):
+    with (pytest.raises(InvalidInputError, match="changed in place"), in_parts([tables])):
         begun = tables.turns.parts.start(batch).result()
         batch.ids.zero_()
         tables.lookup(begun)
@@ -269,7 +269,7 @@ def test_gradients_must_not_change_while_the_thread_uses_them(
     case, tables, part = alone
     before, begin = tables.read("large"), threading.Event()
     with (pytest.raises(InvalidInputError, match="changed in place"),
-          MicroBatches([tables], num_passes)):
+          in_parts([tables], num_passes)):
         out = tables.lookup(part.lookup(case))
         tables.turns.parts._worker.submit(begin.wait, 20)  # the thread is busy
         grad = gradient(out, part)
@@ -288,7 +288,7 @@ def test_reads_wait_for_the_update_under_way(alone: Any) -> None:
         time.sleep(0.3)
         step(*arguments, **options)
 
-    with mock.patch.object(tables, "step", slow), MicroBatches([tables], 1):
+    with mock.patch.object(tables, "step", slow), in_parts([tables], 1):
         one_pass(tables, case, part)
         inside = tables.read("large")
     rs.assert_bitwise(inside, tables.read("large"), "rows")
@@ -300,7 +300,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
     def body(group: Any) -> None:
         tables = rs.open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
         part = parts_of(case, group.rank, 0)[0]
-        with MicroBatches([tables]):
+        with in_parts([tables]):
             begun = tables.turns.parts.start(part.lookup(case))
             begun.result()
             tables.write("large", torch.full(tables.shape("large"), 7.0))
@@ -317,7 +317,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
 
 def test_gradients_of_earlier_parts_cannot_be_dropped(alone: Any) -> None:
     case, tables, part = alone
-    with MicroBatches([tables]):
+    with in_parts([tables]):
         tables.drop_gradients()
         one_pass(tables, case, part)
         with pytest.raises(InvalidInputError, match="zero_grad"):
@@ -331,7 +331,7 @@ def test_all_batches_use_one_thread_which_ends_with_the_tables() -> None:
         tables, found = rs.open_alone(case, SGD(lr=0.3)), list[int]()
         tables.on_update.append(lambda: found.append(threading.get_ident()))
         for _ in range(3):
-            with MicroBatches([tables], 1):
+            with in_parts([tables], 1):
                 one_pass(tables, case, parts_of(case, 0, 0)[0])
         assert {t.ident for t in threading.enumerate() if t.name.startswith("oper-parts")} >= {
             found[0]}
@@ -347,7 +347,7 @@ def test_all_batches_use_one_thread_which_ends_with_the_tables() -> None:
 def test_an_interrupted_end_leaves_tables_that_can_be_trained(alone: Any) -> None:
     case, tables, part = alone
     with (mock.patch("oper.shmem.micro_batches.wait", side_effect=KeyboardInterrupt),
-          pytest.raises(KeyboardInterrupt), MicroBatches([tables])):
+          pytest.raises(KeyboardInterrupt), in_parts([tables])):
         pass
     one_pass(tables, case, part)
     assert tables.num_steps == 1
@@ -360,7 +360,7 @@ def _two_collections(group: Any) -> str:
     both = [rs.open_tables(case, plan, group, SGD(lr=0.3)) for _ in range(2)]
     both[0].guard.choose("stop")
     parts = parts_of(case, group.rank, 0)
-    with pytest.raises(OperError) as error, MicroBatches(both):
+    with pytest.raises(OperError) as error, in_parts(both):
         for k, part in enumerate(parts[::2]):
             for tables in both:
                 out = tables.lookup(part.lookup(case))
@@ -389,7 +389,7 @@ def _lose_a_peer(rank: int, world_size: int) -> NoReturn:
         out.backward(gradient(out, parts[k]))
 
     with caught() as errors:
-        in_parts(tables, [p.lookup(case) for p in parts], True, passes)
+        train_in_parts(tables, [p.lookup(case) for p in parts], True, passes)
     report(errors[0])
     os._exit(0)  # no rank is left to wait for
 

@@ -24,7 +24,7 @@ from oper.shmem.keys.directories import Keys
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory import host_heap as heap_module
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.micro_batches import in_parts
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.placement.send_buffer import needed_bytes
 from oper.shmem.settings import deadline_s
@@ -45,7 +45,7 @@ def _train_resolved(tables: ShardedTables, batch: Lookup) -> None:
 
 
 def _train_in_parts(tables: ShardedTables, batch: Lookup) -> None:
-    with MicroBatches([tables]):
+    with in_parts([tables]):
         _train(tables, batch)
 
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +15,9 @@ from oper.rows.traffic import Traffic
 from oper.shmem.batch import Lookup
 from oper.shmem.exchange import pull
 from oper.shmem.exchange.pull import (
-    Duplication,
     PullCosts,
     choose_automatically,
     choose_pull,
-    duplication,
     measured_costs,
 )
 from oper.shmem.group.groups import SingleGroup
@@ -30,6 +28,25 @@ from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
 from tests.shmem.test_traffic import all_plans, assert_equal, executed
 from tests.support import pushed
+
+
+class Duplication(NamedTuple):
+    """Duplication of ids in one column piece of a table, as last counted: ids whose rows neighbours
+    own, distinct rows among them, and whether these are currently copied once per batch."""
+
+    table: str
+    num_ids: int
+    num_rows: int
+    is_deduplicated: bool
+
+
+def duplication(tables: ShardedTables) -> list[Duplication]:
+    """By directory; empty if duplication is not counted."""
+    flat = torch.ops.oper.context_duplication(tables.handle)
+    n = len(flat) // 3
+    names = [d.table.name for d in tables.directories]
+    return [Duplication(names[k], flat[k], flat[n + k], bool(flat[2 * n + k])) for k in range(n)]
+
 
 # ---- rows of neighbours, read once per batch -----------------------------------------------------
 

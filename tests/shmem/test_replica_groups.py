@@ -15,7 +15,7 @@ from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import uniform_plan
 from oper.sharding import _join
 from oper.shmem.batch import Lookup
-from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.micro_batches import in_parts
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
 from oper.shmem.replica_groups.groups import ReplicaGroups
@@ -365,8 +365,7 @@ def test_what_replica_groups_do_not_support() -> None:
     def body(tables: ShardedTables, rank: int) -> None:
         with pytest.raises(InvalidInputError, match="None in replica groups"):
             tables.start_migration(tables.plan, 1 << 20)
-        with pytest.raises(InvalidInputError, match="are in replica groups"), \
-                MicroBatches([tables]):
+        with pytest.raises(InvalidInputError, match="are in replica groups"), in_parts([tables]):
             pass
         with pytest.raises(InvalidInputError, match="replica groups=2"):
             tables.__deepcopy__({})

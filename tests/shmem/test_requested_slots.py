@@ -36,22 +36,23 @@ def test_slots_of_all_widths(tmp_path: Path) -> None:
 # are fuzzed in tests/fuzz/exchange.py.
 
 
-@pytest.mark.parametrize("part, piece, slots", [
-    (b"rows", 0, [0, 10]), (b"rows", 0, [-1]), (b"rows", 7, [0]), (b"\xff", 0, [0])])
-def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: list[int]) -> None:
-    shards = [torch.zeros(10, 4)]
-
-    def serve(name: str, number: int) -> torch.Tensor:
-        assert name == "rows"
-        return shards[number]
-
+@pytest.mark.parametrize("asked", [
+    [0, 0, 0, 4, 0, 10], [0, 0, 0, 4, -1], [0, 7, 0, 4, 0], [0, -1, 0, 4, 0], [9, 0, 0, 4, 0],
+    [-3, 0, 0, 4, 0], [0, 0, -1, 2, 9], [0, 0, 2, 2, 9], [0, 0, 3, 5, 9], [0, 0, 0, 4], [0, 0]])
+def test_requests_for_rows_that_do_not_exist(asked: list[int]) -> None:
+    """A request has part, piece, first and last column, and slots."""
     with pytest.raises(OperError, match="that do not exist"):
-        _served(serve, (part, piece), torch.tensor(slots), slice(0, 4))
-    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(0, 4)).numel() == 16
-    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(1, 3)).numel() == 8
-    for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
-        with pytest.raises(OperError, match="that do not exist"):
-            _served(serve, (b"rows", 0), torch.tensor([9]), columns)
+        _served(served, torch.tensor(asked))
+
+
+def test_requests_for_rows_that_exist() -> None:
+    assert _served(served, torch.tensor([0, 0, 0, 4, 9])).numel() == 16
+    assert _served(served, torch.tensor([0, 0, 1, 3, 9])).numel() == 8
+
+
+def served(part: str, piece: int) -> torch.Tensor:
+    assert part == "rows"
+    return [torch.zeros(10, 4)][piece]
 
 
 def test_packed_slots_that_do_not_exist() -> None:

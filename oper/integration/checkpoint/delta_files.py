@@ -29,7 +29,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.utils._pytree import tree_map
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
+from oper.integration.checkpoint.files import CHECKSUMS, METADATA, as_format_error, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.counters.changes import EXPIRED
 from oper.shmem.keys.directories import RECORDS
@@ -276,13 +276,10 @@ def pack_state(copied: dict[str, Any]) -> np.ndarray:
 
 def unpack_state(packed: np.ndarray) -> dict[str, Any]:
     """Undo `pack_state`; raises FileFormatError if the packed state is damaged."""
-    try:
+    with as_format_error("cannot read a delta checkpoint", "state", "values of a model",
+                         "remove the folder of deltas"):
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
         return {name: found[name] for name in ("paths", "values", "extra")}
-    except Exception as error:
-        raise FileFormatError("cannot read a delta checkpoint", "state",
-                              f"{type(error).__name__}: {error}", "values of a model",
-                              "remove the folder of deltas") from error
 
 
 def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Sequence[Any]]
@@ -298,7 +295,8 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
         FileFormatError: the unpacked state is of another model.
     """
     may_add = {tuple(path) for path in missing}
-    try:
+    with as_format_error("cannot read a delta checkpoint", "state", "values of this model",
+                         "load it into the model that wrote it"):
         for path, value in zip(found["paths"], found["values"], strict=True):
             if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
                 continue  # its collection is not trained here
@@ -315,12 +313,7 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
             if key not in at if isinstance(at, dict) else key >= len(at):
                 raise KeyError(key)
             at[key] = value
-        extra: dict[str, Any] = found["extra"]
-    except Exception as error:
-        raise FileFormatError("cannot read a delta checkpoint", "state",
-                              f"{type(error).__name__}: {error}", "values of this model",
-                              "load it into the model that wrote it") from error
-    return extra
+    return dict(found["extra"])
 
 
 def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
@@ -372,8 +365,8 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
         FileFormatError: the part does not fit the tables.
     """
     for k, item in enumerate(meta["items"]):
-        what = "cannot load a delta checkpoint"
-        try:
+        with as_format_error("cannot load a delta checkpoint", "rows", "rows of this model",
+                             "load it into the model that wrote it"):
             collection, table, column, parts = item
             target = tables[collection]
             if parts == [EXPIRED]:  # for servers: the directory itself knows when keys expire
@@ -395,12 +388,6 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
                                      f"{column} on do not fit {want} {tuple(shape)}")
                 values = values.view(want) if want in _AS_STORED else values
                 target.scatter(table, ids, values, part, 0 if len(shape) == 1 else column)
-        except FileFormatError:
-            raise
-        except Exception as error:
-            raise FileFormatError(what, "rows", f"{type(error).__name__}: {error}",
-                                  "rows of this model",
-                                  "load it into the model that wrote it") from error
 
 
 def _put_keys(arrays: dict[str, np.ndarray], k: int, table: str, part: str, target: LogicalRows

@@ -16,7 +16,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,7 @@ class DeltaCheckpoints:
         only the keys that have expired since the last delta. If times to live changed within a
         chain, its readers would miss keys that are valid again, and keys that expire at once."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
-        times: Any = self._times_to_live()
-        return not path.exists() or read_json(path, _WHAT) == times
+        return not path.exists() or read_json(path, _WHAT) == self._times_to_live()
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save the changes since the last delta or full checkpoint, in the background.
@@ -335,6 +334,19 @@ class _Parts:
         self._used = end
         return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
 
+    def _divided(self, size: int, row_bytes: int) -> Iterator[slice]:
+        """Divide `size` rows or records among this part and later ones; queues every part that is
+        full once the caller has added its share."""
+        done = 0
+        while done < size:
+            count = max(1, (self._owner.part_bytes - self._bytes) // row_bytes)
+            some = slice(done, min(size, done + count))
+            yield some
+            self._bytes += (some.stop - done) * row_bytes
+            done = some.stop
+            if self._bytes >= self._owner.part_bytes:
+                self._put(False)
+
     def add(self, collection: int, changed: ChangedRows, piece: int, slots: np.ndarray) -> None:
         """Copy rows and optimizer states in slots, uint32 [n], of directory `piece` on this rank.
 
@@ -344,11 +356,7 @@ class _Parts:
         d = tables.directories[piece]
         views = tables.views(piece)
         row_bytes = 4 + sum(v.shape[1] * v.element_size() for v in views.values())
-        done = 0
-        while done < slots.size:
-            count = max(1, (self._owner.part_bytes - self._bytes) // row_bytes)
-            some = slots[done:done + count]
-            done += some.size
+        for some in (slots[share] for share in self._divided(slots.size, row_bytes)):
             k = len(self._items)
             self._items.append([collection, d.table.name, int(d.column), list(views)])
             self._slots[f"{k}.ids"] = d, tables.group.rank, some
@@ -356,24 +364,15 @@ class _Parts:
                 room = self._room(some.size, view)
                 changed.copy(part, piece, some, room)
                 self._arrays[f"{k}.{part}"] = rows_to_numpy(room)
-            self._bytes += some.size * row_bytes
-            if self._bytes >= self._owner.part_bytes:
-                self._put(False)
 
     def add_keys(self, collection: int, changed: ChangedKeys) -> None:
         """Add changes of a directory, which are copies already."""
-        done, size = 0, changed.numbers.numel()
-        while done < size:
-            some = slice(done, done + max(1, (self._owner.part_bytes - self._bytes) // KEY_BYTES))
+        for some in self._divided(changed.numbers.numel(), KEY_BYTES):
             k = len(self._items)
             self._items.append([collection, changed.table, 0, [changed.part]])
             found = keys_to_numpy(changed.numbers[some],
                                   None if changed.records is None else changed.records[some])
             self._arrays |= {f"{k}.{name}": values for name, values in found.items()}
-            done += found["slots"].size
-            self._bytes += found["slots"].size * KEY_BYTES
-            if self._bytes >= self._owner.part_bytes:
-                self._put(False)
 
     def end(self, extra: dict[str, Any] | None) -> None:
         """Queue the last part, which on rank 0 also contains all values other than rows."""

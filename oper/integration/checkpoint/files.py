@@ -7,12 +7,14 @@ array file, and unpickling the metadata is restricted to the few required classe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import pickletools
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -67,6 +69,18 @@ def present_and_previous(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     until saving has ended."""
     place = place_of(folder)
     return place, place.with_name(f"{place.name}.previous")
+
+
+@contextlib.contextmanager
+def as_format_error(what: str, name: str, expected: str, todo: str,
+                    kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turn exceptions of `kinds`, raised by the block for an intact file with other contents, into
+    FileFormatError. `what`, `name`, `expected` and `todo` are parts of its message."""
+    try:
+        yield
+    except kinds as error:
+        raise FileFormatError(what, name, f"{type(error).__name__}: {error}", expected, todo
+                              ) from error
 
 
 class CheckpointReader(FileSystemReader):
@@ -124,23 +138,22 @@ class CheckpointReader(FileSystemReader):
         """Return the metadata; raises FileFormatError if they are damaged or not a checkpoint's."""
         folder = Path(self.path)
         what = f"cannot read the checkpoint {str(folder)!r}"
+        todo = "load another checkpoint"
         try:
             data = (folder / METADATA).read_bytes()
+        except FileNotFoundError as error:
+            raise FileFormatError(what, "missing file", error.filename, "a complete folder", todo
+                                  ) from None
+        # Unpickling damaged bytes may raise any exception.
+        with as_format_error(what, METADATA, "what torch.distributed.checkpoint writes", todo):
             _check_opcodes(data)
             metadata = _Unpickler(io.BytesIO(data)).load()
-            _check(metadata, folder, what)
-            if not isinstance(metadata.storage_meta, StorageMeta):
-                metadata.storage_meta = StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-        except FileFormatError:
-            raise
-        except FileNotFoundError as error:
-            raise FileFormatError(what, "missing file", error.filename, "a complete folder",
-                                  "load another checkpoint") from None
-        except Exception as error:  # unpickling damaged bytes may raise any exception
-            raise FileFormatError(what, METADATA, f"{type(error).__name__}: {error}",
-                                  "what torch.distributed.checkpoint writes",
-                                  "load another checkpoint") from error
+            problem = _problem(metadata, folder)
+        if problem is not None:
+            raise FileFormatError(what, *problem, todo)
+        if not isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
@@ -162,20 +175,18 @@ def _check_opcodes(data: bytes) -> None:
             raise pickle.UnpicklingError(f"{opcode.name} {argument} is no part of a checkpoint")
 
 
-def _check(metadata: Any, folder: Path, what: str) -> None:
-    """Raise FileFormatError unless all sizes and positions fit the folder's files."""
+def _problem(metadata: Any, folder: Path) -> tuple[str, Any, str] | None:
+    """Return name, value and constraint of a size or position that does not fit the folder's files;
+    None if all fit."""
     if not isinstance(metadata, Metadata):
-        raise FileFormatError(what, METADATA, type(metadata).__name__, "Metadata",
-                              "load another checkpoint")
+        return METADATA, type(metadata).__name__, "Metadata"
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()}
     for info in metadata.storage_data.values():
         path, begin, length = info.relative_path, info.offset, info.length
         end = sizes.get(path, -1) if os.path.basename(path) == path else -1
         if not (begin >= 0 and length >= 0 and begin + length <= end):
-            raise FileFormatError(what, "file, offset, bytes", (path, begin, length),
-                                  "a file of this folder" if end < 0 else
-                                  f"a range of the file's {end} bytes",
-                                  "load another checkpoint")
+            return ("file, offset, bytes", (path, begin, length), "a file of this folder"
+                    if end < 0 else f"a range of the file's {end} bytes")
     total = sum(sizes.values())
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
@@ -183,9 +194,9 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
             inside = all(o >= 0 and n >= 0 and o + n <= whole for chunk in item.chunks
                          for o, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True))
             if min(item.size, default=0) < 0 or num_bytes > total or not inside:
-                raise FileFormatError(what, name, tuple(item.size),
-                                      f"a tensor of at most {total} bytes, the files' size",
-                                      "load another checkpoint")
+                return (name, tuple(item.size),
+                        f"a tensor of at most {total} bytes, the files' size")
+    return None
 
 
 def sum_of(path: Path) -> tuple[int, int]:

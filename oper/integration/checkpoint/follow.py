@@ -28,7 +28,12 @@ from oper.integration.checkpoint.delta_files import (
     look,
     open_part,
 )
-from oper.integration.checkpoint.files import METADATA, CheckpointReader, place_of
+from oper.integration.checkpoint.files import (
+    METADATA,
+    CheckpointReader,
+    as_format_error,
+    place_of,
+)
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.counters.changes import EXPIRED
 from oper.support.files import ArrayFile
@@ -195,7 +200,9 @@ class Follower:
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
             file = open_part(path)
-            try:
+            with as_format_error(what, f"content of {path.name}", "changed rows and a dense state, "
+                                 "as DeltaCheckpoints writes", "wait for the next full checkpoint",
+                                 _MALFORMED):
                 made = max(made, int(file.meta.get("time_us", 0)))
                 for k, (_, table, column, parts) in enumerate(file.meta["items"]):
                     if "rows" in parts:
@@ -207,11 +214,6 @@ class Follower:
                 for name in file.names:  # verifies checksums of arrays that are not used, too
                     if not name.endswith((".ids", ".rows", "state", *_OF_KEYS)):
                         file.read(name)
-            except _MALFORMED as error:
-                raise FileFormatError(what, f"content of {path.name}",
-                                      f"{type(error).__name__}: {error}",
-                                      "changed rows and a dense state, as DeltaCheckpoints writes",
-                                      "wait for the next full checkpoint") from error
         rows = _Rows(what, places, self._types or {}, self.refuse)
         return Change(delta.number, delta.step, made / 1e6, rows, dense,
                       {table: _joined_keys(items) for table, items in keys.items()})

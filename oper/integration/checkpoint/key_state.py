@@ -18,11 +18,12 @@ from oper.integration.checkpoint.on_demand import check_rank, may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
     chunks_of,
+    count_of,
     distributed,
     not_plain,
     noting,
+    range_here,
     rank0_values,
-    shard_range,
 )
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.keys.directories import CHUNK_RECORDS, MOST_UPDATES, RECORDS, Keys
@@ -46,12 +47,11 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
     keys = tables.keys
     if keys is None or name not in keys.tables:
         return {}
-    size = 1 if tables.group.is_local else tables.group.world_size
     found: dict[str, Any] = {}
     for part in keys.parts(name) if may_copy_rows() else ():
         num_records = keys.num_records(name, RECORDS[part])
-        begin, end = shard_range(num_records, size, tables.group.rank if size > 1 else 0)
-        found[part] = distributed(tables, keys.read(name, part, begin, end), num_records)
+        records = keys.read(name, part, *range_here(tables, num_records))
+        found[part] = distributed(tables, records, num_records)
     return found | {"clock": torch.tensor(keys.clock(name))}
 
 
@@ -137,11 +137,7 @@ def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
             raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
                                     "dtype, shape, layout", found, f"{wanted}",
                                     "load a checkpoint of a table with as many rows")
-    try:
-        clock = int(state["clock"])
-    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
-        clock = -1
-    if not 0 <= clock <= MOST_UPDATES:
+    if not 0 <= count_of(state["clock"]) <= MOST_UPDATES:
         raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", state["clock"],
                                 f"a number in [0, {MOST_UPDATES}]",
                                 "load a checkpoint of this model")

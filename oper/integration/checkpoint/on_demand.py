@@ -15,8 +15,8 @@ from oper.shmem.tables import ShardedTables
 
 CHUNK_BYTES = 64 << 20
 _ROWS_AT_ONCE = 1 << 16  # rows whose owners are located in one call
-_CHUNK: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
-_HANDLES: contextvars.ContextVar[bool] = contextvars.ContextVar("handles", default=False)
+# The size of chunks of `TableRows`, 0 = ``state_dict()`` has tensors; and whether it may copy rows.
+_MODE: contextvars.ContextVar[tuple[int, bool]] = contextvars.ContextVar("mode", default=(0, True))
 
 
 class TableRows:
@@ -153,32 +153,36 @@ def check_rank(what: str, value: Any, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def rows_never() -> Iterator[None]:
+def _in_mode(chunk_bytes: int, may_copy: bool) -> Iterator[None]:
+    token = _MODE.set((chunk_bytes, may_copy))
+    try:
+        yield
+    finally:
+        _MODE.reset(token)
+
+
+def rows_never() -> contextlib.AbstractContextManager[None]:
     """Inside the block, ``state_dict()`` copies no rows, even if ranks do not share memory.
 
     It contains `TableRows`, whose rows must not be read, and no keys of dynamic tables. Applies to
     this thread.
     """
-    token = _HANDLES.set(True)
-    try:
-        with rows_on_demand():
-            yield
-    finally:
-        _HANDLES.reset(token)
+    return _in_mode(CHUNK_BYTES, False)
 
 
 def may_copy_rows() -> bool:
     """Whether ``state_dict()`` may copy rows, that is, whether this is not inside `rows_never`."""
-    return not _HANDLES.get()
+    return _MODE.get()[1]
 
 
-def gives_handles(tables: ShardedTables) -> bool:
-    """Whether ``state_dict()`` of `tables` currently contains `TableRows` instead of tensors."""
-    return _CHUNK.get() is not None and (tables.is_one_domain or _HANDLES.get())
+def chunk_bytes_of(tables: ShardedTables) -> int:
+    """Return the chunk size of the `TableRows` that ``state_dict()`` of `tables` currently contains
+    instead of tensors; 0 if it contains tensors."""
+    chunk_bytes, may_copy = _MODE.get()
+    return chunk_bytes if tables.is_one_domain or not may_copy else 0
 
 
-@contextlib.contextmanager
-def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
+def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> contextlib.AbstractContextManager[None]:
     """Inside the block, ``state_dict()`` of sharded modules and their optimizers copies no rows.
 
     If all ranks share memory, tables and optimizer states are `TableRows`, for
@@ -194,13 +198,4 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     if chunk_bytes < 1:
         raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",
                                 "pass for example 64 << 20")
-    token = _CHUNK.set(chunk_bytes)
-    try:
-        yield
-    finally:
-        _CHUNK.reset(token)
-
-
-def chunk_bytes_on_demand() -> int | None:
-    """Return the chunk size of this thread's current `rows_on_demand` block, or None."""
-    return _CHUNK.get()
+    return _in_mode(chunk_bytes, may_copy_rows())

@@ -14,18 +14,13 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import (
-    CHUNK_BYTES,
-    TableRows,
-    chunk_bytes_on_demand,
-    gives_handles,
-    note_rank,
-)
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES, TableRows, chunk_bytes_of, note_rank
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
+from oper.support.processes import when_dropped
 from oper.tables import OPTIMIZERS
 
 _GENERATOR = threading.Lock()
@@ -45,14 +40,11 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
     """
     if tables.replicas is not None:
         tables.replicas.check_synchronized(f"cannot read the state of table {name!r}")
-    if gives_handles(tables):
-        return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
-    shape = torch.Size(tables.shape(name, part))
-    num_rows = shape[0]
-    world_size, rank = tables.group.world_size, tables.group.rank
-    if world_size == 1 or tables.group.is_local:
-        return tables.read(name, part=part)
-    begin, end = shard_range(num_rows, world_size, rank)
+    chunk_bytes = chunk_bytes_of(tables)
+    if chunk_bytes:
+        return TableRows(tables, name, part, chunk_bytes)
+    num_rows = tables.specs[name].num_rows
+    begin, end = range_here(tables, num_rows)
     return distributed(tables, tables.read(name, begin, end, part), num_rows)
 
 
@@ -79,10 +71,8 @@ def _mesh(tables: ShardedTables) -> Any:
 
     mesh = getattr(tables, "_device_mesh", None)
     if mesh is None:
-        import torch.distributed as dist
-
-        group: Any = getattr(tables.group, "process_group", None) or dist.group.WORLD
-        mesh = DeviceMesh.from_group(group, "cpu")
+        group: Any = tables.group
+        mesh = DeviceMesh.from_group(group.handle, "cpu")
         tables._device_mesh = mesh  # type: ignore[attr-defined]
     return mesh
 
@@ -101,10 +91,8 @@ def watched(value: Any, key: str) -> Any:
     given = [value, getattr(value, "_local_tensor", value)]  # the latter of a DTensor
     if all(isinstance(x, torch.Tensor) and not x.is_inference() for x in given):
         aliases = [x.detach() for x in given]  # with the version counters of `given`
-        found = weakref.finalize(value, _check_unchanged, id(value), aliases,
-                                 [x._version for x in aliases], key)
-        found.atexit = False
-        _WATCHED[id(value)] = found
+        _WATCHED[id(value)] = when_dropped(value, _check_unchanged, id(value), aliases,
+                                           [x._version for x in aliases], key)
     return value
 
 
@@ -192,6 +180,12 @@ def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
 
 
+def range_here(tables: ShardedTables, num_rows: int) -> tuple[int, int]:
+    """Return the rows `[begin, end)` of which this rank's ``state_dict`` has values."""
+    group = tables.group
+    return (0, num_rows) if group.is_local else shard_range(num_rows, group.world_size, group.rank)
+
+
 def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                         names: Mapping[str, str]) -> None:
     """Warn of values that ``load_state_dict(assign=True)`` converts to the table's dtype.
@@ -224,8 +218,7 @@ def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]
 
 def all_ranks(tables: ShardedTables) -> Group:
     """Return the ranks of all replica groups, which load the same values."""
-    whole: Group = tables.group if tables.replicas is None else tables.replicas.groups.whole
-    return whole
+    return tables.group if tables.replicas is None else tables.replicas.groups.whole
 
 
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
@@ -258,16 +251,21 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     tables.flush_replicas()
 
 
+def _parts_of(tables: ShardedTables, name: str, label: str) -> dict[str, str]:
+    """Map the keys of a table's optimizer state, without its number of steps, to its parts."""
+    return {f"{label}.{_STATE_NAMES[part]}": part
+            for part, _ in STATE_PARTS[tables.specs[name].optimizer]}
+
+
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
     """Return a table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
 
     Values are as `table_entry` returns them, with rows in logical order under any plan. Optimizers
     with bias correction add ``<label>.step``, a float32 scalar.
     """
-    kind = tables.specs[name].optimizer
-    entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
-               for part, _ in STATE_PARTS[kind]}
-    if OPTIMIZERS[kind].counts_steps:
+    entries = {key: table_entry(tables, name, part)
+               for key, part in _parts_of(tables, name, label).items()}
+    if OPTIMIZERS[tables.specs[name].optimizer].counts_steps:
         entries[f"{label}.step"] = torch.tensor(tables.table_steps(name), dtype=torch.float32)
     return entries
 
@@ -288,7 +286,7 @@ def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: An
         entries = state.get(label) if isinstance(state, Mapping) else None
         found = entries if isinstance(entries, Mapping) else {}
         kind = tables.specs[name].optimizer
-        parts = {f"{label}.{_STATE_NAMES[part]}": part for part, _ in STATE_PARTS[kind]}
+        parts = _parts_of(tables, name, label)
         wanted = {*parts} | ({f"{label}.step"} if OPTIMIZERS[kind].counts_steps else set())
         if not isinstance(entries, Mapping) or found.keys() != wanted:
             errors.append(fail(what, "entries", sorted(found, key=str),
@@ -307,21 +305,27 @@ def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: An
 def check_steps(what: str, steps: Any) -> int:
     """Return a saved number of updates as an int; raises InvalidInputError, which begins with
     `what`, if it is not an integer >= 0."""
-    try:
-        number = float(steps)
-    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
-        number = -1.0
+    number = count_of(steps)
     require(what, "pass a state that optimizer_state_dict or state_dict has returned", (
-        "step", steps, number >= 0 and number.is_integer(), "an integer >= 0"))
-    return int(number)
+        "step", steps, number >= 0, "an integer >= 0"))
+    return number
+
+
+def count_of(value: Any) -> int:
+    """Return a saved number of updates as an int; -1 if it is not an integer >= 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+        return -1
+    return int(number) if number >= 0 and number.is_integer() else -1
 
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, Any]) -> None:
     """Write the entries of `optimizer_entries`; call ``tables.flush_replicas()`` after all tables.
     """
-    for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
-        load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
+    for key, part in _parts_of(tables, name, label).items():
+        load_entry(tables, name, entries[key], part)
     if f"{label}.step" in entries:
         steps = tables.group.all_gather(int(entries[f"{label}.step"]))
         tables.set_table_steps(name, steps[0])
@@ -456,10 +460,9 @@ def rank0_values(tables: ShardedTables, values: Any) -> Any:
         import torch.distributed as dist
 
         data = data.clone()
-        group = getattr(tables.group, "process_group", None)
-        root = 0 if group is None else dist.get_global_rank(group, 0)
+        group: Any = tables.group
         # As bytes, since gloo does not support all dtypes.
-        dist.broadcast(data.view(torch.uint8), root, group=group)
+        dist.broadcast(data.view(torch.uint8), group.ranks[0], group=group.handle)
     return data
 
 

@@ -104,9 +104,9 @@ class Weights:
             except FileFormatError as error:
                 raise FileFormatError(
                     str(error).replace(str(self._folder), str(found[0].parent))) from None
+        except FileFormatError:
+            raise
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            if isinstance(error, FileFormatError):
-                raise
             raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
                                   "a checkpoint folder or a file of torch.save",
                                   "regenerate it") from None

@@ -25,8 +25,7 @@ class PooledRows(SparseArch):
         if pooled.keys() != names:
             by_name = pooled.to_dict()
             return torch.cat([by_name[n] for n in names], dim=1).reshape(-1, self.F, self.D)
-        values: torch.Tensor = pooled.values()
-        return values.view(-1, self.F, self.D)
+        return pooled.values().view(-1, self.F, self.D)
 
 
 class DotInteraction(InteractionArch):
@@ -45,9 +44,8 @@ class DotInteraction(InteractionArch):
         """
         if dense_features.device.type != "cpu" or self.F == 0:
             return super().forward(dense_features, sparse_features)
-        found: torch.Tensor = _dot_interaction()(
+        return _dot_interaction()(
             dense_features.float().contiguous(), sparse_features.float().contiguous())
-        return found
 
 
 def copy_less(model: DLRM) -> DLRM:
@@ -87,6 +85,4 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.oper.dot_interaction_gradient(
-        gradient.contiguous(), *ctx.saved_tensors)
-    return found
+    return torch.ops.oper.dot_interaction_gradient(gradient.contiguous(), *ctx.saved_tensors)

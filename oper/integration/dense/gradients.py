@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oper.integration.checkpoint.saving import tables_of
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.tables import ShardedTables
+from oper.support.processes import when_dropped
 
 _LINE_BYTES = 64
 
@@ -78,7 +78,7 @@ class _SharedAverage:
         lines = -(-num_bytes // (self._size * _LINE_BYTES)) + 1
         cell, total = lines * _LINE_BYTES, lines * _LINE_BYTES * self._size
         heap = HostHeap(tables.group, [total] * self._size)
-        weakref.finalize(self, heap.close).atexit = False
+        when_dropped(self, heap.close)
         self._cells = [torch.ops.oper.segment_bytes(address, total).split(cell)
                        for address in heap.addresses]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, require
 from oper.shmem.group.groups import Group
 from oper.shmem.keys.rules import DynamicTable
 
@@ -185,19 +185,16 @@ def _fields_of_hash_zch(config: Any, module: Any) -> dict[str, Any]:
     policy, percent = module._eviction_policy_name, module._opt_in_prob
     is_read = [name for name in (config.name, *config.feature_names)
                if name.lower().endswith(module.readable_suffix)]
-    for name, value, fits, expected in (
-            ("eviction_policy_name", policy, policy is HashZchEvictionPolicyName.LRU_EVICTION,
+    tracked, of = (module._write_runtime_meta_dim, module._track_id_freq), f"of {config.name!r}"
+    require(_WHAT, _OR_A_RULE,
+            (f"eviction_policy_name {of}", policy,
+             policy is HashZchEvictionPolicyName.LRU_EVICTION,
              "LRU_EVICTION, since dynamic tables measure a time to live in updates and always "
              "evict from full buckets"),
-            ("disable_fallback", module._disable_fallback, not module._disable_fallback,
+            (f"disable_fallback {of}", module._disable_fallback, not module._disable_fallback,
              "False, since keys without a row read the default row"),
-            ("write_runtime_meta_dim, track_id_freq",
-             (module._write_runtime_meta_dim, module._track_id_freq),
-             not module._write_runtime_meta_dim and not module._track_id_freq, "0, False"),
-            ("read-only names", is_read, not is_read, "none, since all lookups count keys")):
-        if not fits:
-            raise InvalidInputError(_WHAT, f"{name} of {config.name!r}", value, expected,
-                                    _OR_A_RULE)
+            (f"write_runtime_meta_dim, track_id_freq {of}", tracked, not any(tracked), "0, False"),
+            (f"read-only names {of}", is_read, not is_read, "none, since all lookups count keys"))
     return {"admit_probability": percent / 100 if percent > 0 else 1.0}
 
 

@@ -80,8 +80,8 @@ class ChangedRows:
         self._expired_since = dict.fromkeys(self._clocks, -1)
 
     def _call(self, what: str, argument: int) -> Any:
-        operator = getattr(torch.ops.oper, f"{self.tables.context_operators}_{what}")
-        return operator(self.tables.handle, argument)
+        prefix = "device_context" if self.tables.on_device else "context"
+        return getattr(torch.ops.oper, f"{prefix}_{what}")(self.tables.handle, argument)
 
     def accept(self) -> None:
         """Regard all rows flushed so far (`flush_replicas`) as known, and keep all marks: `take`

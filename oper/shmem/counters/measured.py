@@ -42,8 +42,7 @@ class MeasuredTables(LogicalRows):
     _process: int  # id of the process that made the tables
     collection: int  # number in the group's `Register`
     is_watched = True  # whether the ranks of a domain share a barrier with `BarrierState`s
-    times_phases = True  # whether the kernels time their phases
-    context_operators = "context"  # prefix of the names of this back end's operators
+    on_device = False  # whether rows are in device memory
     num_steps: int  # number of updates
     _skipped: dict[str, int]  # by table, number of updates in which it was frozen
     _most_spans = 0  # capacity of the buffer of spans; 0 = not tracing
@@ -92,7 +91,7 @@ class MeasuredTables(LogicalRows):
 
     def check_clock(self) -> None:
         """Raise OperError if the kernels do not time their phases."""
-        if not self.times_phases:
+        if self.on_device:
             raise OperError("cannot time phases", "device", str(self.device),
                             "tables in host memory", "use torch.profiler, which names the kernels")
 

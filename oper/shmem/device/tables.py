@@ -8,7 +8,6 @@ a refused batch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -35,6 +34,7 @@ from oper.shmem.passes import Backward
 from oper.shmem.placement.send_buffer import reserved_bytes
 from oper.shmem.settings import deadline_s, send_buffer_bytes
 from oper.shmem.tables import ShardedTables
+from oper.support.processes import when_dropped
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
 # Default size of the send buffer: a share of the device's memory, and the minimum.
@@ -67,14 +67,10 @@ class DeviceTables(ShardedTables):
     _plan_attributes = (*ShardedTables._plan_attributes, "arenas", "order", "updates_at_once",
                     "num_squares", "_steps")
     _exchange: DeviceExchange | None
-    lookups_at_once = False  # lookups share workspaces
-    trains_in_parts = False
+    on_device = True
     shares_bags = False
     takes_parts = False
-    resolves_across_domains = True
     is_watched = False
-    times_phases = False
-    context_operators = "device_context"
     _deduplicate: bool | None = None
     most_staging_bytes = 1 << 30  # limit on the memory for de-duplicated rows of peers
 
@@ -173,10 +169,8 @@ class DeviceTables(ShardedTables):
 
     def _release_when_dropped(self) -> None:
         assert self._heap is not None
-        self._release = weakref.finalize(
-            self, release, self._heap,  # type: ignore[arg-type]
-            partial(torch.ops.oper.device_context_close, self.handle))
-        self._release.atexit = False
+        self._release = when_dropped(
+            self, release, self._heap, partial(torch.ops.oper.device_context_close, self.handle))
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
         return self.arenas.segment(address, rows, columns, dtype)
@@ -215,8 +209,7 @@ class DeviceTables(ShardedTables):
     def found_error(self) -> tuple[int, int, int]:
         """Return status code, rank and detail of the first error that kernels have found; code 0 =
         no error."""
-        code, rank, detail = torch.ops.oper.device_context_error(self.handle)
-        return code, rank, detail
+        return torch.ops.oper.device_context_error(self.handle)
 
     def _raise_found(self) -> None:
         """Raise the error that kernels found, and reset it so that later batches are processed."""

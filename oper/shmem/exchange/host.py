@@ -17,13 +17,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
-from oper.errors import (
-    DeadlineError,
-    DesyncError,
-    InvalidInputError,
-    OperError,
-    PeerLostError,
-)
+from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.rows.traffic import SENT
@@ -41,7 +35,6 @@ from oper.shmem.group.transport import transport_of
 
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
-_REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
 _SIZE = struct.Struct("<q")
 # As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
 # that they are at different phases. Fields: phase, sequence number, status code, failed rank, two
@@ -49,6 +42,7 @@ _SIZE = struct.Struct("<q")
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
+_PARTS = ("rows", "momentum1", "momentum2")  # that ranks fetch; messages have their numbers
 _Content = TypeVar("_Content")
 # Request to one rank: part, piece, slots, and columns of the shard (bytes of quantised rows).
 Wanted = tuple[str, int, torch.Tensor, slice]
@@ -260,6 +254,17 @@ class Exchange:
             OperError: a message is invalid.
             DesyncError, PeerLostError, DeadlineError: a rank is in another phase, lost or late.
         """
+        found = []
+        for rank, words in self._swap(messages, phase).items():
+            content = read(words)
+            if content is None:
+                self.check(Status.IMPOSSIBLE_MESSAGE, rank)
+            else:
+                found.append(content)
+        return found
+
+    def _swap(self, messages: Mapping[int, torch.Tensor], phase: int) -> dict[int, torch.Tensor]:
+        """Send messages as `send` does; return those received, int64 [n], by rank, ascending."""
         there = [8 * messages[r].numel() if r in messages else 0
                  for r in range(self._group.world_size)]
         back = [_SIZE.unpack_from(body)[0]
@@ -275,16 +280,8 @@ class Exchange:
         self._guarded(torch.cat([torch.empty(0, dtype=torch.int64),
                                  *(messages[r] for r in sorted(messages))]).view(torch.uint8),
                       there, received.view(torch.uint8), back)
-        found = []
-        for rank, words in enumerate(received.split([n // 8 for n in back])):
-            if not words.numel():
-                continue
-            content = read(words)
-            if content is None:
-                self.check(Status.IMPOSSIBLE_MESSAGE, rank)
-            else:
-                found.append(content)
-        return found
+        parts = received.split([n // 8 for n in back])
+        return {rank: words for rank, words in enumerate(parts) if words.numel()}
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
@@ -302,58 +299,42 @@ class Exchange:
             OperError: a rank requests rows that this rank does not have.
             DesyncError, PeerLostError, DeadlineError: a rank is in another phase, lost or late.
         """
-        size = self._group.world_size
-        asked = [_REQUEST.unpack_from(body) for body in self._exchange_heads(phase, [
-            _REQUEST.pack(part.encode(), piece, slots.numel(), columns.start, columns.stop)
-            for part, piece, slots, columns in (
-                wanted.get(r, ("", 0, torch.empty(0), slice(0, 0))) for r in range(size))])]
-        if any(not 0 <= n < 1 << 32 for _, _, n, _, _ in asked):
-            raise _no_request(asked)
-        mine = [wanted[r][2].to(torch.int64).contiguous().view(torch.uint8)
-                for r in sorted(wanted)]
-        slots = torch.empty(8 * sum(n for _, _, n, _, _ in asked), dtype=torch.uint8)
-        self._guarded(torch.cat([*mine, torch.empty(0, dtype=torch.uint8)]),
-                      [8 * wanted[r][2].numel() if r in wanted else 0 for r in range(size)],
-                      slots, [8 * n for _, _, n, _, _ in asked])
-        answers = [
-            _served(serve, (part, piece), index.view(torch.int64), slice(first, last)) if n
-            else torch.empty(0, dtype=torch.uint8)
-            for (part, piece, n, first, last), index in zip(
-                asked, slots.split([8 * n for _, _, n, _, _ in asked]), strict=True)]
+        asked = self._swap({r: torch.cat([torch.tensor(
+            [_PARTS.index(part), piece, columns.start, columns.stop]), slots])
+            for r, (part, piece, slots, columns) in wanted.items()}, phase)
+        nothing, size = torch.empty(0, dtype=torch.uint8), self._group.world_size
+        answers = [_served(serve, asked[r]) if r in asked else nothing for r in range(size)]
         sizes = [0] * size
-        shapes = {r: (index.numel(), columns.stop - columns.start, serve(part, piece).dtype)
-                  for r, (part, piece, index, columns) in wanted.items()}
+        shapes = {r: (slots.numel(), columns.stop - columns.start, serve(part, piece).dtype)
+                  for r, (part, piece, slots, columns) in sorted(wanted.items())}
         for r, (n, width, dtype) in shapes.items():
             sizes[r] = n * width * dtype.itemsize
         rows = torch.empty(sum(sizes), dtype=torch.uint8)
         self._guarded(torch.cat(answers), [a.numel() for a in answers], rows, sizes)
         parts = rows.split(sizes)
         return {r: parts[r].clone().view(dtype).reshape(n, width)
-                for r, (n, width, dtype) in sorted(shapes.items())}
+                for r, (n, width, dtype) in shapes.items()}
 
 
-def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], index: torch.Tensor,
-            columns: slice) -> torch.Tensor:
-    """Return the rows that another rank requests, as bytes; `of`: part and piece."""
+def _served(serve: Callable[[str, int], torch.Tensor], request: torch.Tensor) -> torch.Tensor:
+    """Return the rows that another rank requests, as bytes. `request`: index in `_PARTS`, piece,
+    first and last column + 1, slots; int64 [4 + n]."""
     try:
-        part, piece = of
-        rows = serve(part.rstrip(b"\0").decode(), piece)
-        if not 0 <= columns.start < columns.stop <= rows.shape[1]:
-            raise IndexError(f"columns {columns.start}..{columns.stop} of a column shard with "
-                             f"{rows.shape[1]} columns")
-        if piece < 0 or int(index.min()) < 0 or int(index.max()) >= rows.shape[0]:
-            raise IndexError(f"slots {int(index.min())}..{int(index.max())} of a column shard "
+        part, piece, first, last = request[:4].tolist()
+        slots = request[4:]
+        rows = serve(_PARTS[part], piece)
+        if min(part, piece) < 0 or not 0 <= first < last <= rows.shape[1]:
+            raise IndexError(f"part {part}, column shard {piece}, columns {first}..{last}")
+        if not 0 <= int(slots.min()) <= int(slots.max()) < rows.shape[0]:
+            raise IndexError(f"slots {int(slots.min())}..{int(slots.max())} of a column shard "
                              f"with {rows.shape[0]} rows here")
-    except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
-        raise _no_request(error) from error
-    wanted = rows[index.to(rows.device)][:, columns].reshape(-1).cpu()
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise OperError(
+            "a rank of another memory domain requests rows that do not exist", "request", error,
+            "a table part, column shard and slots that this rank's plan has",
+            "start all ranks with the same version, model and plan") from error
+    wanted = rows[slots.to(rows.device)][:, first:last].reshape(-1).cpu()
     return wanted.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def _no_request(found: object) -> OperError:
-    return OperError("a rank of another memory domain requests rows that do not exist", "request",
-                     found, "a table part, column shard and slots that this rank's plan has",
-                     "start all ranks with the same version, model and plan")
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

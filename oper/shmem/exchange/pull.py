@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,22 +42,6 @@ class PullCosts:
 
     def __post_init__(self) -> None:
         require_fields(self, "invalid costs of pulled rows", "correct it", *rules_of(self))
-
-
-class Duplication(NamedTuple):
-    """Duplication of ids in one column piece of a table, as last counted.
-
-    Attributes:
-        table: name of the table.
-        num_ids: number of ids of a batch whose rows neighbours own.
-        num_rows: number of distinct rows among them.
-        is_deduplicated: whether these rows are currently copied once per batch.
-    """
-
-    table: str
-    num_ids: int
-    num_rows: int
-    is_deduplicated: bool
 
 
 def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
@@ -96,14 +79,6 @@ def choose_automatically(tables: Tables) -> None:
     if spread:
         of_domain = [every[r] for r in tables.members]
         choose_pull(tables, PullCosts(*np.mean(of_domain, axis=0).tolist()))
-
-
-def duplication(tables: Tables) -> list[Duplication]:
-    """Return the last counted duplication by directory; empty if duplication is not counted."""
-    flat = torch.ops.oper.context_duplication(tables.handle)
-    n = len(flat) // 3
-    names = [d.table.name for d in tables.directories]
-    return [Duplication(names[k], flat[k], flat[n + k], bool(flat[2 * n + k])) for k in range(n)]
 
 
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:

@@ -106,13 +106,10 @@ def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
 
 def receive(peer: socket.socket, num_bytes: int) -> bytes:
     """Receive `num_bytes`, fewer if the connection closes first."""
-    data = b""
-    while len(data) < num_bytes:
-        more = peer.recv(num_bytes - len(data))
-        if not more:
-            break
+    data = bytearray()
+    while len(data) < num_bytes and (more := peer.recv(min(num_bytes - len(data), 1 << 20))):
         data += more
-    return data
+    return bytes(data)
 
 
 def _own_address() -> str:

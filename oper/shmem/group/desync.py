@@ -163,12 +163,7 @@ _REGISTERS: weakref.WeakKeyDictionary[Any, Register] = weakref.WeakKeyDictionary
 
 def register_of(group: Group) -> Register:
     """Return the register of a group; all `Group` objects of a process group share one."""
-    key: Any = group
-    if hasattr(group, "process_group"):
-        import torch.distributed as dist
-
-        key = group.process_group or dist.group.WORLD
-    return _REGISTERS.setdefault(key, Register())
+    return _REGISTERS.setdefault(getattr(group, "handle", group), Register())
 
 
 @contextlib.contextmanager
@@ -317,20 +312,15 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
     who = "this rank" if rank == group.rank else "a peer"
     tail = f" ({detail})" if detail else ""
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
-    error: PeerLostError | DeadlineError | DesyncError
     if code == Status.PEER_LATE:
-        error = DeadlineError(f"{who} did not arrive at {phase}", "rank", rank,
-                              f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same)
-    elif code == Status.OTHER_PHASE:
-        error = DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
-                            same)
-    else:
-        what: dict[int, str] = {Status.PEER_ENDED: "a peer process has ended",
-                                Status.PEER_CLOSED: f"{who} has closed its tables"}
-        error = PeerLostError(f"{what.get(code, f'{who} has aborted this exchange')} before "
-                              f"{phase}", "rank", rank,
-                              "all ranks alive" if code == Status.PEER_ENDED
-                              else "no error on any rank",
-                              f"{seen}look at that rank's log and start all ranks again{tail}")
-    error.rank = rank
-    raise error
+        raise DeadlineError(f"{who} did not arrive at {phase}", "rank", rank,
+                            f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same)
+    if code == Status.OTHER_PHASE:
+        raise DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
+                          same)
+    what: dict[int, str] = {Status.PEER_ENDED: "a peer process has ended",
+                            Status.PEER_CLOSED: f"{who} has closed its tables"}
+    raise PeerLostError(
+        f"{what.get(code, f'{who} has aborted this exchange')} before {phase}", "rank", rank,
+        "all ranks alive" if code == Status.PEER_ENDED else "no error on any rank",
+        f"{seen}look at that rank's log and start all ranks again{tail}")

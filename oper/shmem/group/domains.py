@@ -56,11 +56,8 @@ def find_domains(group: Group) -> list[int]:
         return [0]
     if group.is_local:
         return _stated(getattr(group, "domains", None), group.world_size)
-    name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-        server.bind(name)
-        server.listen(group.world_size)
-        everyone = group.all_gather((_identity(), os.getpid(), name))
+    with private_server(group.world_size) as server:
+        everyone = group.all_gather((_identity(), os.getpid(), server.getsockname()))
         mine = everyone[group.rank][0]
         reached = {rank for rank, (identity, pid, peer) in enumerate(everyone)
                    if rank == group.rank or (identity == mine and _reaches(peer, pid))}
@@ -96,7 +93,16 @@ def _identity() -> tuple[str, ...]:
     return (os.environ.get(DOMAIN_ENV, ""), socket.gethostname(), boot, str(os.getuid()), *spaces)
 
 
-def _reaches(name: str, pid: int) -> bool:
+def private_server(backlog: int) -> socket.socket:
+    """Return a socket that listens under an abstract name of its own, which other processes learn
+    from this one only."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(f"\0oper-{os.getpid()}-{secrets.token_hex(16)}")
+    server.listen(backlog)
+    return server
+
+
+def _reaches(name: bytes, pid: int) -> bool:
     """Return whether the process `pid` listens on the abstract socket `name`."""
     with contextlib.suppress(OSError):
         os.close(os.pidfd_open(pid))

@@ -58,10 +58,14 @@ class ProcessGroup:
         self.world_size = dist.get_world_size(process_group)
 
     @property
-    def name(self) -> str:
-        """Name of the process group, as torch's symmetric memory expects it."""
-        group: Any = self.process_group or self._dist.group.WORLD
-        return str(group.group_name)
+    def handle(self) -> Any:
+        """The process group as an object, also if it is torch's default group."""
+        return self.process_group or self._dist.group.WORLD
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the process group in torch's default group."""
+        return list(self._dist.get_process_group_ranks(self.handle))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Collective.

@@ -11,37 +11,35 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from oper.errors import OperError, PeerLostError
 from oper.shmem.group.connections import connect
-from oper.shmem.group.desync import (
-    CollectivePhase,
-    Verdict,
-    raise_verdict,
-)
+from oper.shmem.group.desync import CollectivePhase, Verdict, raise_verdict
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup, is_destroyed
 from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.group.status import Status
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
+from oper.support.processes import when_dropped
 
 _POLL_S = 20e-6  # between polls of a device collective, whose own wait cannot be interrupted
 _SLICE_S = 0.2  # interval at which a waiting rank checks that its peers are alive
 _NAMING_S = 3.0  # how long to wait for the dead peer to be identified after a failed exchange
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One all-to-all exchange of bytes at a time.
 
     Attributes:
         at: the phase of the next exchange, set by the caller.
     """
 
-    at: CollectivePhase
+    at = CollectivePhase(0, 0)
 
+    @abstractmethod
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         """Send segment r of `send` to rank r, receive segment r of `recv` from it. Collective.
@@ -59,18 +57,18 @@ class Transport(Protocol):
     def hold(self, owner: object) -> Callable[[], object]:
         """Keep the transport open; returns a function that ends this, called automatically when
         `owner` is garbage-collected."""
+        return lambda: None
 
     def attribute(self, verdict: Verdict) -> Verdict:
         """Replace a preliminary verdict by the final one, using the other ranks' reports."""
+        return verdict
 
-    def abort(self, verdict: Verdict) -> None:
+    def abort(self, verdict: Verdict) -> None:  # noqa: B027  # by default, no rank is notified
         """Notify the other ranks that this rank no longer takes part, and of its verdict."""
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """A transport between virtual ranks."""
-
-    at = CollectivePhase(0, 0)
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
@@ -90,24 +88,14 @@ class ThreadTransport:
             torch.cuda.synchronize(recv.device)
         group.all_gather(None)  # senders may reuse their buffers
 
-    def hold(self, owner: object) -> Callable[[], object]:
-        return lambda: None
 
-    def attribute(self, verdict: Verdict) -> Verdict:
-        return verdict
-
-    def abort(self, verdict: Verdict) -> None:
-        pass
-
-
-class _MonitoredTransport(ABC):
+class _MonitoredTransport(Transport):
     """Exchanges between processes that also watch for dead or late peers."""
 
     closes_with_tables = False
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._whole, self._process = group, os.getpid()
-        self.at = CollectivePhase(0, 0)
         self._deadline_s = deadline_s()
         self._device = device
         self._monitor = LivenessMonitor(group)
@@ -187,9 +175,7 @@ class _MonitoredTransport(ABC):
     def hold(self, owner: object) -> Callable[[], object]:
         token = object()
         self._holders.add(token)
-        release = weakref.finalize(owner, self._release, token)
-        release.atexit = False
-        return release
+        return when_dropped(owner, self._release, token)
 
     def _release(self, token: object) -> None:
         self._holders.discard(token)
@@ -208,8 +194,8 @@ class _MonitoredTransport(ABC):
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
         """Set the function that `close` calls, also when the transport is garbage-collected."""
-        self._close = weakref.finalize(self, close, self._process, *arguments)
-        self._close.atexit = False  # peers of a process that ends see it as lost
+        # Not at exit: peers of a process that ends see it as lost.
+        self._close = when_dropped(self, close, self._process, *arguments)
 
 
 class SocketTransport(_MonitoredTransport):
@@ -272,8 +258,7 @@ class CollectiveTransport(_MonitoredTransport):
         super().__init__(group, torch.device("cuda", torch.cuda.current_device()))
         self._dist = dist
         self._group = dist.new_group(
-            dist.get_process_group_ranks(group.process_group or dist.group.WORLD),
-            use_local_synchronization=True,
+            group.ranks, use_local_synchronization=True,
             timeout=timedelta(seconds=max(self._deadline_s, 1.0) + 60))
         # The back end connects its ranks in the first exchange: make it now, on all ranks at once.
         sizes = [1] * group.world_size
@@ -340,7 +325,7 @@ def transport_of(group: Group) -> Transport:
         if is_destroyed(other):
             transport.close()
             del _TRANSPORTS[other]
-    key = group.process_group or dist.group.WORLD
+    key = group.handle
     known = _TRANSPORTS.get(key)
     if not all(group.all_gather(known is not None and known.is_open)):
         if known is not None:  # another rank has closed its end
@@ -349,9 +334,8 @@ def transport_of(group: Group) -> Transport:
             name in dist.get_backend(key) for name in ("gloo", "mpi"))
         known = (CollectiveTransport if moves_on_device else SocketTransport)(group)
         _TRANSPORTS[key] = known
-        with_group = weakref.finalize(key, _close, weakref.ref(known))
-        with_group.atexit = False
-        weakref.finalize(known, with_group.detach).atexit = False
+        with_group = when_dropped(key, _close, weakref.ref(known))
+        when_dropped(known, with_group.detach)
     assert known is not None
     return known
 

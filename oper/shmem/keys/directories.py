@@ -47,10 +47,10 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import SEND_BUFFER_ENV, send_buffer_bytes
+from oper.support.processes import when_dropped
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
 CHUNK_RECORDS = 1 << 20  # records that are read or checked at once
-_RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
 # Parts of a directory in a checkpoint, and whether their keys are candidates, which have no row.
@@ -145,8 +145,7 @@ class Keys:
         # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
-        self._release: Any = weakref.finalize(self, _release, self._handle, self._heap)
-        self._release.atexit = False
+        self._release: Any = when_dropped(self, _release, self._handle, self._heap)
 
     def refuse(self, what: str, todo: str) -> NoReturn:
         """Raise InvalidInputError for an operation that dynamic tables do not support."""
@@ -191,9 +190,8 @@ class Keys:
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
         """Return the rows of a batch's ids, `SeenKeys.found`, and a code that is not 0 for an
         invalid batch."""
-        found: tuple[Any, ...] = self._find(self._handle, batch.ids, batch.lengths, batch.key_of,
-                                            batch.batch_size, trains)
-        return found
+        return self._find(self._handle, batch.ids, batch.lengths, batch.key_of,
+                          batch.batch_size, trains)
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class Keys:
             raise clock_at_end(list(self.tables)[number])
         assert left == _NO_ROOM
         raise OperError("the keys of a batch do not fit the send buffer", SEND_BUFFER_ENV,
-        send_buffer_bytes(),
+                        send_buffer_bytes(),
                         "8 bytes for each of its distinct keys, 16 for those without a row; also "
                         "for keys received from other hosts",
                         f"raise {SEND_BUFFER_ENV} or use a smaller batch")
@@ -305,32 +303,24 @@ class Keys:
             Their numbers int64 [n], ascending, and the records as `read` returns them.
         """
         since = since if self._domains.is_first else self.clock(name)
-        numbers, records = torch.ops.oper.keys_changed(
+        return torch.ops.oper.keys_changed(
             self._records(own=True), self.tables[name], RECORDS[part], since)
-        return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
         """Return the slots in this rank's buckets, int64 [n], ascending, whose keys are past their
         time to live now and were not at clock `since`; with -1, all slots whose keys are past it.
         With several memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
-        slots: torch.Tensor = torch.ops.oper.keys_expired(
-            self._records(own=True), self.tables[name], since)
-        return slots
+        return torch.ops.oper.keys_expired(self._records(own=True), self.tables[name], since)
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
               checks: bool = False) -> None:
-        """Restore the records with these numbers (int64 [n]) from `read` or `changed`, equal on all
-        ranks; a barrier must follow. With `checks`, only check them.
+        """Restore the records with these numbers (int64 [n]) from `read` or `changed` (int64
+        [n, 3]), equal on all ranks; a barrier must follow. With `checks`, only check them.
 
         Raises:
-            InvalidInputError: the records have a wrong dtype or shape, or one is invalid there.
+            InvalidInputError: a record is invalid there.
         """
-        if records.dtype != torch.int64 or records.dim() != 2 or (
-                records.shape[1] != _RECORD_COLUMNS):
-            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}", "records",
-                                    (records.dtype, tuple(records.shape)), "int64 [n, 3]",
-                                    "load a checkpoint of this model")
         if not checks:
             self._history.load()
         bad = self._write(name, part, numbers, records.contiguous(), checks)

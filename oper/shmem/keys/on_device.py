@@ -6,7 +6,6 @@ Checkpoints and statistics read and write them through a copy in host memory.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
+from oper.support.processes import when_dropped
 from oper.tables import KEY_BUCKET_ROWS
 
 _STATE_WIDTH = 7  # numbers of `device_keys_state`: the clock, then those of KeyCounter
@@ -91,19 +91,17 @@ class DeviceKeys(Keys):
         self._history = RowHistory(self._last)
         self._find = operators.device_keys_find.default
         self._leave = operators.device_keys_leave.default
-        self._release = weakref.finalize(
+        self._release = when_dropped(
             self, release, self._heap, partial(operators.device_keys_close, self._handle))
-        self._release.atexit = False
 
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
         streams = self._streams
         # The host would not know of a replay's updates, so rows could get other keys' gradients.
         if streams is not None and streams.is_current_stream_capturing():
             self.refuse("cannot capture a lookup in a graph", "run these steps outside graphs")
-        found: tuple[Any, ...] = self._find(
+        return self._find(
             self._handle, self._tables.handle, batch.ids, batch.lengths, batch.key_of,
             batch.batch_size, trains)
-        return found
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -196,9 +194,8 @@ class DeviceKeys(Keys):
 
     def _bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a view of device memory, uint8 [num_bytes]; `num_bytes` is a multiple of 4."""
-        view: torch.Tensor = self._tables.arenas.segment(  # type: ignore[attr-defined]
-            address, num_bytes // 4, 1, "float32")
-        return view.view(-1).view(torch.uint8)
+        arenas: Any = self._tables.arenas  # type: ignore[attr-defined]
+        return arenas.memory(address, num_bytes // 4).view(torch.uint8)
 
     def _drop_copy(self) -> None:
         copy, self._copy = self._copy, None

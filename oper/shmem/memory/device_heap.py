@@ -113,10 +113,10 @@ class DeviceHeap:
         whole = self._whole
         assert isinstance(whole, ProcessGroup)
         if not isinstance(self._group, DomainGroup):
-            return whole.name
+            return str(whole.handle.group_name)
         import torch.distributed as dist
 
-        everyone = dist.get_process_group_ranks(whole.process_group or dist.group.WORLD)
+        everyone = whole.ranks
         self._domain = dist.new_group([everyone[r] for r in self._group.members], backend="gloo",
                                       use_local_synchronization=True)
         return str(self._domain.group_name)
@@ -124,8 +124,6 @@ class DeviceHeap:
     def _open_symmetric(self) -> str:
         """Map all arenas by torch's symmetric memory; returns "", or the reason of a failure."""
         reason = ""
-        handle: Any = None
-        arena: Any = None
         try:
             import torch.distributed._symmetric_memory as symmetric
 
@@ -150,7 +148,6 @@ class DeviceHeap:
         reasons = [r for r in self._whole.all_gather(reason) if r]
         if reasons:
             return reasons[0]
-        assert arena is not None
         arena.zero_()
         torch.cuda.synchronize(self.device)
         self._whole.all_gather(None)

@@ -9,14 +9,13 @@ own memory. A small control segment with the barrier words is writable by all ra
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Callable
 
 import torch
 
 from oper.errors import OperError
-from oper.shmem.group.domains import peer_credentials
+from oper.shmem.group.domains import peer_credentials, private_server
 from oper.shmem.group.groups import Group
 from oper.shmem.library import load
 from oper.shmem.memory.segments import (
@@ -218,12 +217,9 @@ def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dic
         OperError: a peer does not answer.
         OSError: this process has no free descriptor.
     """
-    name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-        server.bind(name)
-        server.listen(group.world_size)
+    with private_server(group.world_size) as server:
         server.settimeout(_CONNECT_S)
-        everyone = group.all_gather((os.getpid(), name))
+        everyone = group.all_gather((os.getpid(), server.getsockname()))
         pids = [pid for pid, _ in everyone]
         try:
             return pids, _exchange_descriptors(
@@ -235,7 +231,7 @@ def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dic
 
 
 def _exchange_descriptors(
-    server: socket.socket, rank: int, pids: list[int], names: list[str], mine: list[int]
+    server: socket.socket, rank: int, pids: list[int], names: list[bytes], mine: list[int]
 ) -> dict[int, list[int]]:
     """Send `mine` to every peer; returns the descriptors received, by rank.
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from oper.support import kernel
+
 SYSTEM = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -97,8 +99,4 @@ def _numbers(text: str) -> list[int]:
 def _allowed() -> set[int]:
     """Return the nodes whose memory this process may use; empty if the system does not report it.
     """
-    for line in STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if name == "Mems_allowed_list":
-            return set(_numbers(value))
-    return set()
+    return set(_numbers(kernel.pairs(str(STATUS)).get("Mems_allowed_list", "")))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanError, require
+from oper.errors import PlanError, require
 from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
@@ -152,14 +152,13 @@ class Adam(Clipping):
     def __post_init__(self) -> None:
         Clipping.__post_init__(self)
         what = f"invalid {type(self).__name__}"
-        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise InvalidInputError(what, "betas", self.betas, "two numbers",
-                                    "pass a pair such as (0.9, 0.999)")
-        for k, beta in enumerate(self.betas):
-            # A beta that fp32 rounds to 1 would make the bias correction 1 - beta^t zero.
-            if not is_fp32(beta) or not 0 <= np.float32(beta) < 1:
-                raise InvalidInputError(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
-                                        "choose a smaller value")
+        require(what, "pass a pair such as (0.9, 0.999)", (
+            "betas", self.betas, isinstance(self.betas, tuple | list) and len(self.betas) == 2,
+            "two numbers"))
+        # A beta that fp32 rounds to 1 would make the bias correction 1 - beta^t zero.
+        require(what, "choose a smaller value", *(
+            (f"betas[{k}]", beta, is_fp32(beta) and 0 <= np.float32(beta) < 1,
+             "0 <= beta < 1 in fp32") for k, beta in enumerate(self.betas)))
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
 
 

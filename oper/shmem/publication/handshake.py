@@ -12,6 +12,7 @@ import struct
 import time
 
 from oper.errors import InvalidInputError, OperError
+from oper.shmem.group.connections import receive
 from oper.shmem.group.domains import peer_credentials
 
 MAGIC = b"OPERPUB1"
@@ -68,22 +69,16 @@ def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
     try:
         head, received, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
         fds = list(received)
-        parts, size = [], 0
-        if len(head) == HANDSHAKE.size:
+        text, size = b"", HANDSHAKE.size
+        if len(head) == size:
             magic, size = HANDSHAKE.unpack(head)
             if magic != MAGIC or size > _MAX_TEXT:
                 raise ValueError(f"handshake {magic!r}")
-        else:
-            raise OperError("a publisher closed the connection", "handshake", head,
-                            f"{HANDSHAKE.size} bytes", "attach again, or check the publisher's log")
-        while size > 0:
-            part = connection.recv(min(size, 1 << 20))
-            if not part:
-                raise OperError("a publisher closed the connection", "missing bytes", size, "0",
-                                "attach again, or check the publisher's log")
-            parts.append(part)
-            size -= len(part)
-        text = b"".join(parts).decode()
+            text = receive(connection, size)
+        if len(text) < size:
+            raise OperError("a publisher closed the connection", "missing bytes", size - len(text),
+                            "0", "attach again, or check the publisher's log")
+        return text.decode(), fds
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -91,4 +86,3 @@ def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
             raise
         raise OperError("cannot attach to a publisher", "handshake", str(error),
                         "a complete handshake in time", "check that the publisher runs") from None
-    return text, fds

@@ -174,7 +174,7 @@ class Publisher:
             self._wait(spare, timeout_s)
             state.is_spare_pending = False
             try:
-                self._write(spare, epoch, rows, dense)
+                self._write(epoch, rows, dense)
             except BaseException:
                 if not self._keep_spare:
                     state.buffers[spare].give_back()
@@ -212,19 +212,16 @@ class Publisher:
                             checked_elements(layout, elements or {}))
         with self._state.lock:  # the buffer must not be freed meanwhile
             if self._state.epoch:
-                torch.ops.oper.fetch_rows(*prepared.places(self._views()[0], self._dense_at)[:2])
+                views, dense_at = self._views(self._state.epoch)
+                torch.ops.oper.fetch_rows(*prepared.places(views[0], dense_at)[:2])
         return prepared
 
-    @property
-    def _dense_at(self) -> int:
-        """Address of the last epoch's dense weights."""
-        return self._state.buffers[self._state.epoch & 1].addresses[-1]
-
-    def _views(self) -> list[BufferRows]:
-        """Return the rows of the last epoch as seen from each memory domain."""
-        *segments, _ = self._state.buffers[self._state.epoch & 1].addresses
+    def _views(self, epoch: int) -> tuple[list[BufferRows], int]:
+        """Return the rows in an epoch's buffer as seen from each memory domain, and the address of
+        its dense weights."""
+        *segments, dense_at = self._state.buffers[epoch & 1].addresses
         return [BufferRows(self.layout, segments, d)
-                for d in range(self.layout.plan.world_size)]
+                for d in range(self.layout.plan.world_size)], dense_at
 
     def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
         """Change rows and weights of the last epoch in place, atomically for every reader.
@@ -250,7 +247,7 @@ class Publisher:
             if not epoch:
                 raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
                                         "publish all weights first")
-            views, dense_at = self._views(), self._dense_at
+            views, dense_at = self._views(epoch)
             to, places, rows = prepared.places(views[0], dense_at)
             header = self._header(epoch + 2, {})
             self._keep_out(epoch, timeout_s)
@@ -292,17 +289,14 @@ class Publisher:
                                     "check whether these processes are stopped, or end them")
             time.sleep(_WAIT_S)
 
-    def _write(self, buffer: int, epoch: int, rows: Callable[[str], Rows],
+    def _write(self, epoch: int, rows: Callable[[str], Rows],
                dense: Mapping[str, torch.Tensor]) -> None:
-        state, layout = self._state, self.layout
-        target = state.buffers[buffer]
+        layout, target = self.layout, self._state.buffers[epoch & 1]
         if not target.is_filled:
             check_memory([layout.num_bytes], "another copy of the tables",
                          "free memory, or publish rows of a narrower type")
-        *segments, dense_at = target.addresses
         target.is_filled = True
-        domains = range(layout.plan.world_size)
-        views = [BufferRows(layout, segments, d) for d in domains]
+        views, dense_at = self._views(epoch)
         for name, spec in layout.specs.items():
             covered = 0
             for begin, values in rows(name):
@@ -327,6 +321,7 @@ class Publisher:
             check_dense(entry, dense)
             dense_view(dense_at, entry).copy_(dense[entry.key].detach())
         done = want = 0
+        segments = target.addresses[:-1]
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))

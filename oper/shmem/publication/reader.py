@@ -16,7 +16,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import context_arguments
 from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive_handshake
-from oper.support.processes import in_child
+from oper.support.processes import in_child, when_dropped
 
 VERSION = 1
 SEGMENT_NAME = "oper-tables"
@@ -71,8 +70,7 @@ class PublishedTables(BufferRows):
         outputs, _ = feature_rows(self.features, self.specs, self.directories, self.pieces)
         self.handle = int(torch.ops.oper.context_create(*context_arguments(
             self.directories, self._layout, self._addresses, self.group.rank, outputs)))
-        self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
-        self._release.atexit = False
+        when_dropped(self, torch.ops.oper.context_close, self.handle)
 
     @property
     def epoch(self) -> int:
@@ -278,8 +276,8 @@ class Reader:
             for fd in fds:
                 os.close(fd)
         in_child(self._connection, socket.socket.close)  # so that it ends with the parent
-        self._release = weakref.finalize(self, _release, self._mapped, self._connection)
-        self._release.atexit = False  # other threads may still read
+        # Not at exit, as other threads may still read.
+        self._release = when_dropped(self, _release, self._mapped, self._connection)
 
     def _map(self, fds: list[int]) -> None:
         sizes = [*self.layout.segment_bytes, self.layout.dense_bytes]
@@ -381,8 +379,7 @@ class Reader:
 
     def _header(self, buffer: int) -> tuple[bytes, int, int, int]:
         raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size)
-        magic, version, epoch, num_bytes = HEADER.unpack(raw.numpy().tobytes())
-        return magic, version, epoch, num_bytes
+        return HEADER.unpack(raw.numpy().tobytes())  # type: ignore[return-value]
 
     def dense(self, buffer: int) -> dict[str, torch.Tensor]:
         """Return the dense weights by key, as views of a buffer that must not be written to."""

@@ -83,11 +83,9 @@ class Counterparts:
             except (PeerLostError, DeadlineError, DesyncError) as error:
                 if error.rank is None:
                     raise
-                rank = self.rank_of(error.rank)
-                found = type(error)("lost the counterpart in another replica group", "rank", rank,
-                                    "all ranks alive and at the same update", str(error))
-                found.rank = rank
-                raise found from error
+                raise type(error)("lost the counterpart in another replica group", "rank",
+                                  self.rank_of(error.rank),
+                                  "all ranks alive and at the same update", str(error)) from error
             parts = list(received.split(back))
             parts[own] = mine
             return parts

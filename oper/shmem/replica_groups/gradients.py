@@ -42,9 +42,8 @@ def add_up(tables: Any, counterparts: Counterparts, group: int, bits: int,
                    for n, (d, _, _) in zip(theirs, pairs, strict=True)) for theirs in counts])
     readers = [Reader(x) for x in found]
     for k, (d, _, _) in enumerate(pairs):
-        parts = [(reader.take(n, 1, torch.int32)[:, 0].numpy().view(np.uint32),
-                  reader.take(n, d.dim, torch.float32, bits))
-                 for reader, theirs in zip(readers, counts, strict=True) for n in (theirs[k],)]
+        parts = [(reader.slots(theirs[k]), reader.take(theirs[k], d.dim, torch.float32, bits))
+                 for reader, theirs in zip(readers, counts, strict=True)]
         union = union_of([s for s, _ in parts])
         total = torch.zeros(union.size, d.dim, dtype=torch.float32)
         for slots, rows in parts:

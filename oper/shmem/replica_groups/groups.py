@@ -107,8 +107,7 @@ def split(whole: Group, count: int, every: int, delay: int = 0, bits: int = 32
     import torch.distributed as dist
 
     assert isinstance(whole, ProcessGroup)
-    key = whole.process_group or dist.group.WORLD
-    ranks, known = dist.get_process_group_ranks(key), _KNOWN.setdefault(key, {})
+    ranks, known = whole.ranks, _KNOWN.setdefault(whole.handle, {})
     each = size // count
     number, place = divmod(whole.rank, each)
 

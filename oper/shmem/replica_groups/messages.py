@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from oper.messages import number_bytes
@@ -35,6 +36,10 @@ class Reader:
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data, self._at = data, 0
+
+    def slots(self, count: int) -> np.ndarray:
+        """Return the next slots, uint32 [count]."""
+        return self.take(count, 1, torch.int32)[:, 0].numpy().view(np.uint32)
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, bits: int = 32) -> torch.Tensor:
         """Return the next matrix [rows, columns]: of `dtype` if `bits` is 32; else float32, decoded

@@ -321,8 +321,7 @@ class Synchronizer:
         found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
-        slots = [[reader.take(n, 1, torch.int32)[:, 0].numpy().view(np.uint32)
-                  for reader, theirs in zip(found, counts, strict=True) for n in (theirs[k],)]
+        slots = [[reader.slots(theirs[k]) for reader, theirs in zip(found, counts, strict=True)]
                  for k in range(len(mine))]
         unions = [union_of(x) for x in slots]
         slots = [[union] * len(x)
@@ -496,18 +495,16 @@ class Synchronizer:
         rank_of = self._counterparts.rank_of
         found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
-            refused = purpose in (_GRADIENTS, _KEYS) and theirs[0] == _REFUSED
-            if refused or (theirs[:3] != head[:3] and purpose != _REFUSED):
-                error = PeerLostError(
+            if purpose in (_GRADIENTS, _KEYS) and theirs[0] == _REFUSED:
+                raise PeerLostError(
                     "another replica group has refused its batch, so no group has trained",
                     "rank", rank_of(g), "a valid batch on every rank",
-                    "see that group's error; all ranks can continue with the next batch"
-                ) if refused else DesyncError(
+                    "see that group's error; all ranks can continue with the next batch")
+            if theirs[:3] != head[:3] and purpose != _REFUSED:
+                raise DesyncError(
                     "a rank of another replica group is not at this synchronization", "rank",
                     rank_of(g), "the same updates, synchronizations and writes on all ranks",
                     "make the same calls in the same order on all ranks")
-                error.rank = rank_of(g)
-                raise error
         if purpose in (_GRADIENTS, _ROWS, _EXACT_ROWS):
             self._adopt_skipped([theirs[4] for theirs in found])
             require("cannot synchronize replica groups",
