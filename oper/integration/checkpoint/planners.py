@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -153,14 +151,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
                        is_coordinator: bool = False) -> None:
-        # As torch's method, which first raises an error for values of other types than its own.
-        self.original_state_dict = state_dict
-        if self.flatten_sharded_tensors:
-            state_dict = _flatten_sharded_tensors(state_dict)
-        if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
-        self.state_dict, self.metadata = state_dict, metadata
-        self.is_coordinator = is_coordinator
+        # torch's traversal of the values replaces objects of unknown types by None but keeps
+        # strings, so that TableRows are wrapped in a subclass of str in the meantime.
+        places = list(_places_of_rows(state_dict))
+        for owner, key, value in places:
+            owner[key] = _RowsAsText.of(value)
+        try:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+        finally:
+            for owner, key, value in places:
+                owner[key] = value
+        self.state_dict = {name: value.rows if isinstance(value, _RowsAsText) else value
+                           for name, value in self.state_dict.items()}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -262,6 +264,29 @@ class LoadPlanner(DefaultLoadPlanner):
             value.write(tensor, *read_item.dest_offsets)
         else:
             super().commit_tensor(read_item, tensor)
+
+
+class _RowsAsText(str):
+    """Wraps `TableRows` in a string, see `LoadPlanner.set_up_planner`."""
+
+    rows: TableRows
+
+    @staticmethod
+    def of(rows: TableRows) -> _RowsAsText:
+        text = _RowsAsText()
+        text.rows = rows
+        return text
+
+
+def _places_of_rows(value: Any) -> Iterator[tuple[Any, Any, TableRows]]:
+    """Yield (container, key, value) of all `TableRows` in nested dicts and lists."""
+    items = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, list) else ())
+    for key, item in items:
+        if isinstance(item, TableRows):
+            yield value, key, item
+        else:
+            yield from _places_of_rows(item)
 
 
 def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, TableRows], dict[str, Any]]:
