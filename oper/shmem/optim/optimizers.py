@@ -157,7 +157,7 @@ class Adam(Clipping):
             "two numbers"))
         # A beta that fp32 rounds to 1 would make the bias correction 1 - beta^t zero.
         require(what, "choose a smaller value", *(
-            (f"betas[{k}]", beta, is_fp32(beta) and 0 <= np.float32(beta) < 1,
+            (f"betas[{k}]", beta, is_fp32(beta) and bool(0 <= np.float32(beta) < 1),
              "0 <= beta < 1 in fp32") for k, beta in enumerate(self.betas)))
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
 

@@ -379,7 +379,7 @@ class Reader:
 
     def _header(self, buffer: int) -> tuple[bytes, int, int, int]:
         raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size)
-        return HEADER.unpack(raw.numpy().tobytes())  # type: ignore[return-value]
+        return HEADER.unpack(raw.numpy().tobytes())
 
     def dense(self, buffer: int) -> dict[str, torch.Tensor]:
         """Return the dense weights by key, as views of a buffer that must not be written to."""
