@@ -164,8 +164,10 @@ class Pricing {
     if (least < cutoff(j)) least = std::max(least, linear(j, must));
     if (least < cutoff(j)) least = std::max(least, merged(j, must));
     if (of_class_.size() == 1) return least + offset_;
-    for (size_t i = 0; i < of_class_.size() && least < cutoff(j); ++i)
-      least = std::max(least, one_class(j, must, of_class_[i]));
+    for (const int64_t m : of_class_) {
+      if (least < cutoff(j)) least = std::max(least, beside_lines(j, must, m));
+      if (least < cutoff(j)) least = std::max(least, beside_chords(j, must, m, least));
+    }
     return least + offset_;
   }
 
@@ -207,11 +209,9 @@ class Pricing {
     return least;
   }
 
-  // Bound with exact partial sums of class `only`, and lower bounds of those of other classes that are
-  // linear in the blocks. The first is linear for any share of the lookups. For the second, other classes
-  // are replaced by one with the lowest price of any. It has no rows, or a share of the lookups in one of
-  // several ranges: over each of these, concave partial sums are at least their chord.
-  double one_class(int64_t j, bool must, int64_t only) {
+  // Bound with exact partial sums of class `only`, and of each other class the larger of two lower bounds
+  // that are linear in the blocks.
+  double beside_lines(int64_t j, bool must, int64_t only) {
     begin_other(must);
     for (const int64_t m : of_class_) {
       if (m == only) continue;
@@ -222,13 +222,18 @@ class Pricing {
       const bool by_share = share * mass_all_ > std::accumulate(line, line + n_, 0.0);
       lower_other(m, by_share ? p_.ids + begin_ : line, by_share ? share : 1.0);
     }
-    const double least = beside_other(j, only);
-    if (!(least < cutoff(j))) return least;
-    begin_other(must);
-    double within = must ? all_in(j, only) : beside_other(j, only), price = kInfinity;
+    return beside_other(j, only);
+  }
+
+  // Bound with exact partial sums of class `only`, and of the other classes those of a single owner, at the
+  // lowest of their prices. Together they have a share of the lookups in one of several ranges, the first of
+  // which contains 0; over each of these, concave partial sums are at least their chord. Ranges are looked at
+  // only until the bound is no larger than the bound `known`.
+  double beside_chords(int64_t j, bool must, int64_t only, double known) {
+    double least = kInfinity, price = kInfinity;
     for (const int64_t m : of_class_)
       if (m != only) price = std::min(price, price_of(m));
-    for (size_t i = 0; i + 1 < std::size(kRanges) && least < within; ++i) {
+    for (size_t i = 0; i + 1 < std::size(kRanges) && least > known; ++i) {
       const double low = kRanges[i], high = kRanges[i + 1], first = sums_at(p_.sums, k_, low);
       const double slope = (sums_at(p_.sums, k_, high) - first) / (high - low);
       const double base = price * (first - low * slope);
@@ -237,9 +242,9 @@ class Pricing {
         if (m != only) lower_other(m, p_.ids + begin_, price * slope / p_.total_ids[k_]);
       double below = base;  // without the partial sums of class `only`
       for (int64_t b = 0; b < n_; ++b) below += std::min(other_[b], pushed_[only * n_ + b]) - fixed_[b];
-      if (below < within) within = std::min(within, base + beside_other(j, only));
+      if (below < least) least = std::min(least, base + beside_other(j, only));
     }
-    return std::max(least, within);
+    return least;
   }
 
   // `other_` is the least cost of each block if class `only` does not have it, and `class_` how: begin
@@ -267,13 +272,6 @@ class Pricing {
     for (int64_t b = 0; b < n_; ++b) found_[b] = prefixes_.has(b) ? only + 1 : class_[b];
     keep(j, 0);
     return rest + least;
-  }
-
-  // Cost of the table if class `only` has all of its blocks.
-  double all_in(int64_t j, int64_t only) const {
-    double cost = sums_cost(j, only, mass_all_);
-    for (int64_t b = 0; b < n_; ++b) cost += pushed_[only * n_ + b] - fixed_[b];
-    return cost;
   }
 
   // Least cost of a set of blocks in one class of owners who hold at most `full` ids each; `prefixes_` has it.

@@ -1,5 +1,6 @@
 """Lower bounds: below every plan, equal to a plain formulation, certified by their prices."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -136,18 +137,25 @@ def test_pricing_returns_only_cheaper_configurations(topology):
 GRID, ENDS = np.geomspace(1e-7, 1.0, 4800), np.array([0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1])
 
 
-def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray) -> float:
-    """Bound of a pushed piece whose owners send a byte each, however much they hold; blocks have
-    shares [B] of the lookups and cost go [B, C], owners of a class hold at most mass [C]."""
+def a_byte(share: np.ndarray) -> np.ndarray:
+    """Bytes of an owner who sends one byte, however much it holds."""
+    return np.minimum(1e6 * share, 1.0)
+
+
+def least(share: np.ndarray, go: np.ndarray, mass: np.ndarray, price: np.ndarray | None = None,
+          sums: Callable[[np.ndarray], np.ndarray] = a_byte) -> float:
+    """Bound of a pushed piece; blocks have shares [B] of the lookups and cost go [B, C], owners of
+    a class hold at most mass [C] and pay price [C] (default: 1) for each of their sums(share)."""
     costs = object.__new__(TableCosts)
     costs.blocks = np.stack([share] * 4, axis=-1)[None]
     costs.total, costs.bags, costs.asks = np.ones(1), np.ones(1), np.zeros(1, bool)
     costs.share, costs.of, costs.grid = np.ones(1), np.zeros(1, np.int64), GRID
-    costs.sums, costs.at_ends = (np.minimum(1e6 * x, 1.0)[None] for x in (GRID, ENDS))
+    costs.sums, costs.at_ends = sums(GRID)[None], sums(ENDS)[None]
     costs.model = SimpleNamespace(tiers_ns=lambda _: 0.0)  # type: ignore[assignment]
-    most = np.minimum(1.0, mass)
-    line = share[:, None] * np.where(mass > 0, 1 / np.maximum(most, 1e-9), 0.0)
-    asked = UnitPrices({}, np.ones((1, mass.size)), np.zeros(()), 0.0, 0.0, 0.0)
+    most = np.minimum(1.0, np.maximum(mass, 1e-9))
+    line = share[:, None] * np.where(mass > 0, sums(most) / most, 0.0)
+    paid = np.ones(mass.size) if price is None else price
+    asked = UnitPrices({}, paid[None], np.zeros(()), 0.0, 0.0, 0.0)
     return float(costs._pushed(np.zeros(1, np.int64), asked, go[None],
                                np.full((1, share.size), np.inf), mass[None],
                                np.zeros((1, share.size), bool),
@@ -169,6 +177,31 @@ def test_classes_that_may_own_nothing_do_not_weaken_the_bound() -> None:
         go, mass = np.insert(GO, at, np.inf, axis=1), np.insert([1.0, 0.3], at, 0.0)
         assert abs(least(SHARE, go, mass) - least(SHARE, GO, np.array([1.0, 0.3]))) < 1e-9
     assert abs(least(SHARE, GO, np.array([1.0, 0.3])) - 3) < 1e-6
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from([1, 4, 50, 1000]))
+def test_no_assignment_to_classes_costs_less_than_the_checkers_bound(seed, num_classes, length):
+    """All assignments of five blocks to classes of owners, who send the sums of bags of `length`
+    ids. Some blocks have no lookups, and some classes hold the piece in one owner."""
+    rng, num_blocks = np.random.default_rng(seed), 5
+    share = rng.dirichlet(np.full(num_blocks, rng.choice([0.2, 1.0])))
+    share[rng.random(num_blocks) < 0.1] = 0.0
+    go = rng.uniform(0, 1, (num_blocks, num_classes)) * 10 ** rng.uniform(-2, 1, num_classes)
+    if rng.random() < 0.5:
+        go *= share[:, None]
+    mass = np.where(rng.random(num_classes) < 0.5, 1.0, rng.uniform(0.02, 1.0, num_classes))
+    price = 10 ** rng.uniform(-1, 1, num_classes)
+
+    def sums(q: np.ndarray) -> np.ndarray:
+        return -np.expm1(length * np.log1p(-np.minimum(q, 1 - 1e-12)))
+
+    every = np.array(list(product(range(num_classes), repeat=num_blocks)))
+    owned = every[:, :, None] == np.arange(num_classes)
+    held = np.einsum("nbc,b->nc", owned, share)
+    full = np.floor(held / mass)
+    cost = np.einsum("nbc,bc->n", owned, go) + (
+        full * sums(mass) + sums(held - full * mass)) @ price
+    assert least(share, go, mass, price, sums) <= cost.min() * (1 + 1e-9)
 
 
 # ---- tables that need several owners, whose number is whole --------------------------------------

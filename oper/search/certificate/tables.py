@@ -374,56 +374,75 @@ class TableCosts:
 
     def _raise_by_class(self, least: np.ndarray, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
                         price: np.ndarray, mass: np.ndarray, lines: list[np.ndarray]) -> None:
-        """Raise lower bounds `least` (float64 [n], without the cost `stay` of all blocks, where it
-        is finite) to those with exact partial sums of one class, and bounds of those of the others
-        that are linear in the blocks.
+        """Raise lower bounds of pushed pieces to those with exact partial sums of one class.
 
-        `price` (float64 [n, C]) is the price of a byte; other arguments as for `_pushed`.
+        Args:
+            least: float64 [n], the bounds, without the cost of `stay` for all blocks; changed in
+                place.
+            stay: float64 [n, B], as for `_pushed`; infinite if all rows are pushed, and then not
+                part of the costs that `least` leaves out.
+            price: float64 [n, C], price of a byte of partial sums.
+            of, go, mass, lines: as for `_pushed`; `go` has requests of owners to themselves.
         """
-        share = self.blocks[of, :, IDS] / self.total[of, None]
-        totals = [x.sum(axis=1) for x in lines]  # [n, C]
-        fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
+        left_out = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
         for c in range(mass.shape[1]):
-            others = np.arange(mass.shape[1]) != c
-            several = (mass[:, c] > 0) & (mass[:, others] > 0).any(axis=1)
+            n = np.flatnonzero((mass[:, c] > 0) & (np.delete(mass, c, axis=1) > 0).any(axis=1))
+            pieces = of[n], go[n], stay[n], price[n], mass[n]
+            for found in (self._beside_lines(c, *pieces, [x[n] for x in lines]),
+                          self._beside_chords(c, *pieces)):
+                least[n] = np.maximum(least[n], found - left_out[n])
 
-            def beside(n: np.ndarray, rest: np.ndarray, c: int = c) -> np.ndarray:
-                """Bound if blocks cost `rest` [n, B] unless class `c` has them."""
-                return np.asarray(rest.sum(axis=1) - fixed[n] + self._prefixes(
-                    of[n], np.minimum(go[n, :, c] - rest, 1e30), share[n], price[n, c, None],
-                    mass[n, c, None]))
+    def _beside_lines(self, c: int, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
+                      price: np.ndarray, mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
+        """Bounds with exact partial sums of class `c`, and of the other classes the lower bounds
+        `lines`, which are linear in the blocks; float64 [n]. Arguments as for `_raise_by_class`."""
+        least = np.full(of.size, -np.inf)
+        lines = [np.delete(x, c, axis=2) for x in lines]
+        cost, paid = np.delete(go, c, axis=2), np.delete(price, c, axis=1)[:, None]
+        totals = [x.sum(axis=1) for x in lines]
+        for sums, total in zip(lines, totals, strict=True):
+            # Lines with about the largest total bound best. The search compares totals of weaker
+            # lines, and may choose the proportional share (lines[1]).
+            use = (total >= 0.99 * totals[0]).all(axis=1) | (sums is lines[1])
+            if sums is not lines[0]:
+                use &= (sums != lines[0]).any(axis=(1, 2))
+            m = np.flatnonzero(use)
+            rest = np.minimum(stay[m], (cost[m] + paid[m] * sums[m]).min(axis=2))
+            least[m] = np.maximum(least[m], self._beside(
+                rest, of[m], go[m, :, c], price[m, c], mass[m, c]))
+        return least
 
-            for sums, total in zip(lines, totals, strict=True):
-                # Of lines, those with about the largest total bound best. The search compares
-                # totals of weaker lines, and may choose the proportional share (lines[1]).
-                near = several if sums is lines[1] else several & (
-                    total >= 0.99 * totals[0])[:, others].all(axis=1)
-                if sums is not lines[0]:
-                    near = near & (sums != lines[0])[..., others].any(axis=(1, 2))
-                n = np.flatnonzero(near)
-                rest = (go[n] + price[n, None] * sums[n])[..., others].min(axis=2)
-                least[n] = np.maximum(least[n], beside(n, np.minimum(rest, stay[n])))
-            # The other classes are merged into one with the lowest price. It has none of the
-            # lookups, or a share within one of `_RANGES`, where sums are at least their chord.
-            n = np.flatnonzero(several)
-            pay = np.where(mass[n] > 0, price[n], np.inf)[:, others].min(axis=1)
-            cheapest = go[n][..., others].min(axis=2)
-            if np.isinf(stay).all():
-                whole = share[n].sum(axis=1, keepdims=True)
-                within = go[n, :, c].sum(axis=1) + price[n, c] * self._owners(
-                    of[n], whole, mass[n, c, None])[:, 0]
-            else:
-                within = beside(n, stay[n])
-            ends = self.at_ends[of[n]].T
-            for k, (low, high) in enumerate(pairwise(_RANGES)):
-                slope = (ends[k + 1] - ends[k]) / (high - low)
-                rest = np.minimum(cheapest + (pay * slope)[:, None] * share[n], stay[n])
-                base = pay * (ends[k] - slope * low)
-                # Without the partial sums of class `c`, to skip ranges that cannot be the cheapest.
-                some = np.minimum(rest, go[n, :, c]).sum(axis=1) + base - fixed[n] < within
-                m = n[some]
-                within[some] = np.minimum(within[some], base[some] + beside(m, rest[some]))
-            least[n] = np.maximum(least[n], within)
+    def _beside_chords(self, c: int, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
+                       price: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """Bounds with exact partial sums of class `c`, and of the other classes those of a single
+        owner at the lowest of their prices, float64 [n]. Arguments as for `_raise_by_class`.
+
+        The other classes together have a mass in one of the `_RANGES`, the first of which contains
+        0. Over a range, partial sums are at least their chord, because they are concave.
+        """
+        least = np.full(of.size, np.inf)
+        share = self.blocks[of, :, IDS] / self.total[of, None]
+        cost = np.delete(go, c, axis=2).min(axis=2)
+        pay = np.delete(np.where(mass > 0, price, np.inf), c, axis=1).min(axis=1)
+        ends = zip(_RANGES, self.at_ends[of].T, strict=True)
+        for (low, first), (high, last) in pairwise(ends):
+            slope = (last - first) / (high - low)
+            base = pay * (first - slope * low)
+            rest = np.minimum(stay, cost + (pay * slope)[:, None] * share)
+            # A range is skipped if it is not the cheapest even without the sums of class `c`.
+            m = np.flatnonzero(base + np.minimum(rest, go[:, :, c]).sum(axis=1) < least)
+            least[m] = np.minimum(least[m], base[m] + self._beside(
+                rest[m], of[m], go[m, :, c], price[m, c], mass[m, c]))
+        return least
+
+    def _beside(self, rest: np.ndarray, of: np.ndarray, go: np.ndarray, price: np.ndarray,
+                mass: np.ndarray) -> np.ndarray:
+        """Least cost of pieces whose blocks cost `rest` or, pushed to one class, `go` (float64
+        [n, B] each) and the class's partial sums; `price` and `mass` (float64 [n]) are its. Returns
+        float64 [n]."""
+        share = self.blocks[of, :, IDS] / self.total[of, None]
+        return np.asarray(rest.sum(axis=1) + self._prefixes(
+            of, np.minimum(go - rest, 1e30), share, price[:, None], mass[:, None]))
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
