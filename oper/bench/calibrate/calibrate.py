@@ -126,8 +126,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
         for name, (middle, worst) in residuals.items()]))
     if args.check:
         value = predicted_against_executed(samples, fitted)
-        entry = {"name": f"{args.world_size} processes", **value,
-                 "topology": as_toml(fitted), "residuals": residuals}
+        entry = record.rounded({"name": f"{args.world_size} processes", **value,
+                                "topology": as_toml(fitted), "residuals": residuals})
         record.write(args.check, record.record(
             "calibrate", record.command_line(args, "oper", "calibrate"), [entry], load_before))
         print(f"predicted against executed, {value['num_plans']} plans: median error "
@@ -432,8 +432,8 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
     plans = [{"name": s.name, "kind": s.kind, "predicted_us": model.step_us,
               "measured_us": s.wall_us, **s.quality, "bytes_read": s.bytes_read,
               "error": abs(model.step_us - s.wall_us) / s.wall_us,
-              "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
-              "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()}
+              "predicted_phases_us": [p.time_us for p in model.phases],
+              "measured_phases_us": s.phases_us.max(axis=1)}
              for s, model in zip(samples, models, strict=True)]
     us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
     groups = [us[[s.work == work for s in samples]] for work in {s.work for s in samples}]

@@ -119,8 +119,8 @@ class _Runner(ClusterRun):
             "left_out": planned.left_out, "dropped_packets": dropped,
             "whole_model": self.case.whole_model, "constants": self.topology.source,
             "num_batches": self.case.num_batches,
-            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
-            "seconds": round(time.perf_counter() - begin, 1)}
+            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": planned_s,
+            "seconds": time.perf_counter() - begin}
 
     # ---- verification ----------------------------------------------------------------------------
 
@@ -241,12 +241,9 @@ class _Runner(ClusterRun):
         for c in every:
             times = seconds.get(c.name)
             known: dict[str, Any] = {
-                "runtime": c.runtime, "also": c.also,
-                "predicted_ms": c.predicted_ms and round(c.predicted_ms, 3),
-                "executed_ms": round(screened[c.name] if times is None
-                                     else float(np.median(times)), 3),
-                "is_screened_only": times is None,
-                "verification": self.verdicts[c.name]}
+                "runtime": c.runtime, "also": c.also, "predicted_ms": c.predicted_ms,
+                "executed_ms": screened[c.name] if times is None else float(np.median(times)),
+                "is_screened_only": times is None, "verification": self.verdicts[c.name]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":
@@ -264,14 +261,13 @@ class _Runner(ClusterRun):
         return {
             "oper_step_ms": step_ms, "predicted_step_ms": oper["predicted_ms"],
             "torchrec_best": best, "torchrec_step_ms": best and found[best]["executed_ms"],
-            "ratio_step": best and round(found[best]["executed_ms"] / step_ms, 4),
-            "best_peer": peer,
-            "ratio_best_peer": peer and round(found[peer]["executed_ms"] / step_ms, 4),
+            "ratio_step": best and found[best]["executed_ms"] / step_ms, "best_peer": peer,
+            "ratio_best_peer": peer and found[peer]["executed_ms"] / step_ms,
             "lower_bound_ms": bound,
-            "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
+            "ratio_at_bound": best and bound and found[best]["executed_ms"] / bound,
             "verified": all(x["verification"]["passed"] for x in found.values()),
             # Step time of whole batches / that with micro-batches, which hide exchanges.
-            "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
+            "overlap_ratio": parted and step_ms / parted["executed_ms"],
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
 
@@ -292,9 +288,9 @@ def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, train
         return {}
     simulated = float(np.mean(run.simulated_bytes(plan, run.links.host_of, trains, COUNTED_STEPS)))
     sent, packets = np.sum(hosts, axis=0)
-    return {"counted_bytes": round(sent),
-            "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
-            "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated, 4),
+    return {"counted_bytes": round(sent), "simulated_bytes": round(simulated),
+            "bytes_ratio": sent / simulated,
+            "bytes_ratio_without_headers": (sent - HEADER_BYTES * packets) / simulated,
             "sent_bytes_by_host": [round(x[0]) for x in hosts]}
 
 

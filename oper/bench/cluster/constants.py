@@ -47,11 +47,11 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     made = calibrate_network.joined(hosts, links.host_of, [
         links.rack_of(h) for h in range(links.num_hosts)], unlimited["ns_per_byte"])
     found: dict[str, Any] = {
-        **{key: round(x, 3) for key, x in unlimited.items()}, "phase_us": made.costs.phase_us,
-        "link_mbits": [round(8e3 * d.cross_gbps * len(d.ranks), 2) for d in made.domains],
+        **unlimited, "phase_us": made.costs.phase_us,
+        "link_mbits": [8e3 * d.cross_gbps * len(d.ranks) for d in made.domains],
         "assumed": [] if alone.costs.far_ns else ["far_ns"]}
     if made.racks:
-        found["uplink_mbits"] = [round(8e3 * rack.uplink_gbps, 2) for rack in made.racks]
+        found["uplink_mbits"] = [8e3 * rack.uplink_gbps for rack in made.racks]
     return replace(made, name=f"cluster-{links.num_hosts}x{links.ranks_per_host}"), found
 
 

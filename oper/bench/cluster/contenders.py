@@ -128,7 +128,7 @@ def plan_all(problem: Problem, whole_model: bool) -> Planned:
     phases = evaluate(plan, problem).phases
     found = Planned(
         [], {}, None if not_certified(plan, problem) else plan.lower_bound_us / 1e3,
-        {p.name: round(p.time_us / 1e3, 3) for p in phases}, {p.name: p.binding for p in phases})
+        {p.name: p.time_us / 1e3 for p in phases}, {p.name: p.binding for p in phases})
     known: dict[Any, Contender] = {}
     for name, make in {"oper": lambda *_: plan, **peers()}.items():
         try:

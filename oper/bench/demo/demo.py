@@ -54,7 +54,7 @@ def run_demo(args: argparse.Namespace) -> int:
                          "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
-    made = demo(args, folder)
+    made = record.rounded(demo(args, folder))
     found = made | record.record("demo", record.command_line(args, "oper", "demo"), [], load_before)
     record.write(folder / "demo.json", found)
     if args.record:
@@ -112,7 +112,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "synthetic": bool(manifest["synthetic"]),
         "rows": manifest["rows"]["train"] + manifest["rows"]["valid"],
-        "seconds": round(time.monotonic() - began, 1), "folder": str(folder), "log": log,
+        "seconds": time.monotonic() - began, "folder": str(folder), "log": log,
         "data": {"rows": manifest["rows"], "bad_rows": manifest["bad_rows"]["count"],
                  "max_table_rows": MAX_TABLE_ROWS, "skew": describe(stats)},
         "plan_gap": plan["gap"], "plan": plan,
@@ -220,5 +220,5 @@ def _timings(sides: dict[str, Any], best: str) -> dict[str, Any]:
                                     ("dlrm_", "step", "train_step", whole)):
         mine, other = (sides[name][key]["median_ms"] for name in ("oper", plan))
         found |= {f"{prefix}oper_{what}_ms": mine, f"{prefix}torchrec_{what}_ms": other,
-                  f"{prefix}ratio_{what}": round(other / mine, 3)}
+                  f"{prefix}ratio_{what}": other / mine}
     return found

@@ -101,7 +101,7 @@ def _sharded(case: Training, progress: Progress) -> dict[str, Any]:
             results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
     bags = sides["oper"][1]
     return {"sides": results, "page_kind": bags.tables.page_kind,
-            "other_busy_cores": round(others, 2)}
+            "other_busy_cores": others}
 
 
 def _unsharded(case: Training, progress: Progress) -> dict[str, Any]:

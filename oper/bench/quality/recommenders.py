@@ -427,9 +427,9 @@ def _about(data: Interactions) -> dict[str, Any]:
     return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
             "interactions": int(data.users.size), "left_out": data.left_out,
             "training_interactions": int(lengths.sum()),
-            "training_interactions_per_user": round(float(np.mean(lengths)), 2),
-            "test_users": int(held.users.size),
-            "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
+            "training_interactions_per_user": np.mean(lengths),
+            "test_users": held.users.size,
+            "targets_per_test_user": held.targets.size / max(1, held.users.size)}
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

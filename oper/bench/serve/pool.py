@@ -222,7 +222,7 @@ def _published(publication: Any) -> dict[str, Any]:
     return {"tables": publication.memory_bytes()["tables"],
             "row_error": publication.plan.notes.get("row_error", 0.0),
             "page_kind": publication.page_kind,
-            "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
+            "share_of_rows": {d: n / rows.total() for d, n in rows.items()}}
 
 
 def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,

@@ -90,7 +90,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The result for the record: ``passed``, ``max_relative_diff`` (None = infinite) and
         ``tolerance``."""
-        worst = {k: None if x == float("inf") else float(f"{x:.3g}") for k, x in self.worst.items()}
+        worst = {k: None if x == math.inf else x for k, x in self.worst.items()}
         return {"passed": self.passed, "max_relative_diff": worst,
                 "tolerance": {k: self.tolerance[k] for k in self.worst}}
 
