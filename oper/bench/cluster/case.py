@@ -72,8 +72,7 @@ class Case(OnCluster):
 
 
 @functools.lru_cache(maxsize=1)
-def _unsharded(work: Workload, objective: str, whole_model: bool
-               ) -> tuple[Checks, Reference | None]:
+def _unsharded(work: Workload, whole_model: bool) -> tuple[Checks, Reference | None]:
     """Batches and the unsharded model (rank 0), shared by the cases of one workload."""
     checks = Checks(work)
     dense = Dense() if whole_model else None
@@ -127,7 +126,7 @@ class _Runner(ClusterRun):
     def _verify(self, contender: Contender, side: Side) -> dict[str, Any]:
         """Compare a side's results with the unsharded model's; rank 0 returns the verdict.
         Collective."""
-        checks, reference = _unsharded(self.work, self.case.objective, self.case.whole_model)
+        checks, reference = _unsharded(self.work, self.case.whole_model)
         if self.trains:
             tables = side.tables
             side.tables = tables if contender.name in ("oper", IN_PARTS) else None

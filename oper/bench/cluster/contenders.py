@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oper.bench.cluster.constants import measured_topology
-from oper.bench.cluster.network import Links, WithWorkload
+from oper.bench.cluster.network import Links, OnHosts
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather, joint_stats, planned
@@ -192,7 +192,7 @@ class ClusterRun(Run):
     measured: dict[str, Any]
     stats: AccessStats
 
-    def __init__(self, case: WithWorkload, progress: Progress) -> None:
+    def __init__(self, case: OnCluster, progress: Progress) -> None:
         super().__init__(case, progress)
         self.links = case.links
         self.given: list[Any] = []
@@ -239,8 +239,20 @@ class ClusterRun(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class OnCluster(WithWorkload):
-    """Base of the cases that open contenders in a `ClusterRun`."""
+class OnCluster(OnHosts):
+    """Base of the cases that open contenders for the tables of a workload in a `ClusterRun`.
+
+    Attributes:
+        work: the workload.
+        num_batches: number of distinct timed batches.
+        num_stats_batches: number of untimed batches from which access statistics are collected.
+        in_grid: whether the case counts for the summary of the grid.
+    """
+
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    in_grid: bool = False
 
     def start(self, progress: Progress) -> ClusterRun:
         """The run of the case."""

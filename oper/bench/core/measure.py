@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -246,4 +247,4 @@ def paired(values: np.ndarray, base: np.ndarray) -> dict[str, float]:
     """Geometric mean of ``values[k] / base[k]``, for measurements made in turn, with its 95 %
     bootstrap interval over k: ``mean``, ``low``, ``high``."""
     found = difference(np.log(values), np.log(base))
-    return {k: float(np.exp(getattr(found, k))) for k in ("mean", "low", "high")}
+    return {k: math.exp(x) for k, x in asdict(found).items()}

@@ -9,7 +9,6 @@ expected AUC.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,11 +20,11 @@ from oper.bench.core.record import interleave
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
+from oper.rl_rec.intervals import difference
 from oper.serve.options import BatchOptions
 from oper.train.metrics import auc
 
 _BLOCKS = 32  # blocks of samples, from whose AUCs the interval is computed
-_STUDENT = 2.04  # 97.5 % quantile of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # std and mean of the labels' logits: AUC of about 0.77, 27 % clicks
 _AGAIN = "int8-again"
 _NAMES = ("int8", "tiers", _AGAIN, "int4", "float32")
@@ -115,11 +114,11 @@ def _labels(case: TiersCase, teacher: np.ndarray) -> np.ndarray:
 
 
 def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """AUC of `scores` minus that of `other`: mean over blocks of samples, with 95 % interval."""
+    """AUC of `scores` minus that of `other`: mean over blocks of samples, with bootstrap
+    interval."""
     parts = [np.array_split(x, _BLOCKS) for x in (labels, scores, other)]
-    each = np.array([auc(s, y) - auc(o, y) for y, s, o in zip(*parts, strict=True)])
-    mean, half = float(each.mean()), _STUDENT * float(each.std(ddof=1)) / math.sqrt(_BLOCKS)
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    each = np.array([(auc(s, y), auc(o, y)) for y, s, o in zip(*parts, strict=True)])
+    return asdict(difference(*each.T))
 
 
 def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
