@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchrec")
-from oper.bench.core.launch import measured
+from oper.bench.core.launch import Task, measured
 from oper.bench.core.report import report
 from oper.bench.data import suite
 
 
 def test_bags_of_sessions_are_trained_once_and_in_full(tmp_path: Path) -> None:
-    entry, = measured([suite.Case("sessions", 1200, str(tmp_path))])
+    entry, = measured([Task("sessions", suite.measure, ("sessions", 1200, str(tmp_path)))])
     assert entry["verified"]
     assert entry["duplication"] > 3 and entry["duplication_alone"] == pytest.approx(1)
     for name in ("", "_alone"):

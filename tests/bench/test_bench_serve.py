@@ -1,16 +1,15 @@
 """The serving benchmark: its rate search, its client, and shortened cases."""
 
-import array
 import contextlib
 import http.server
 import json
 import mmap
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -211,15 +210,18 @@ class _Answering:
 
     pid = 0
 
-    def __init__(self, number: int, exits: bool) -> None:
-        self._socket, self._exits = socket.socket(fileno=os.dup(number)), exits
-        threading.Thread(target=self._work, daemon=True).start()
+    def __init__(self, exits: bool) -> None:
+        self.pipe, theirs = Pipe()
+        threading.Thread(target=self._work, args=(theirs, exits), daemon=True).start()
 
-    def _work(self) -> None:
-        with self._socket as queries:
-            while (data := queries.recv(1 << 16)) and not self._exits:
-                for number in array.array("Q", data)[::2]:
-                    queries.send(array.array("Q", [number]))
+    def _work(self, pipe: Any, exits: bool) -> None:
+        with pipe, contextlib.suppress(EOFError):
+            while (message := pipe.recv()) and not exits:
+                for number, _ in message[1]:
+                    pipe.send(number)
+
+    def send(self, *words: Any) -> None:
+        self.pipe.send(words)
 
     def wait(self) -> None:
         pass
@@ -232,8 +234,8 @@ def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
 ) -> None:
     started: list[_Answering] = []
 
-    def start(_: Pool, function: object, arguments: Any, options: object) -> _Answering:
-        started.append(_Answering(arguments[0], exits=not started))
+    def start(*_: Any) -> _Answering:
+        started.append(_Answering(exits=not started))
         return started[-1]
 
     monkeypatch.setattr(Pool, "_start", start)

@@ -21,9 +21,9 @@ import numpy as np
 
 from oper.bench.calibrate.keys import measure_keys
 from oper.bench.calibrate.network import across_hosts, measure_hosts, measure_network
-from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
+from oper.bench.calibrate.worker import INTERVAL, KINDS, Placements, gather, plan_of
 from oper.bench.core import record
-from oper.bench.core.launch import run_workers
+from oper.bench.core.launch import Task, run_workers
 from oper.bench.core.report import table
 from oper.bench.core.workload import Workload
 from oper.errors import InvalidInputError
@@ -172,7 +172,8 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
         cases = [Placements(work, _FITTED if work in fitting else KINDS, 4 if quick else 5,
                             str(Path(folder) / f"stats-{k}.npz"))
                  for k, work in enumerate([*fitting, *checking])]
-        bandwidth, *found = run_workers([Gather(last_level_cache_bytes()), *cases], world_size)
+        bandwidth, *found = run_workers(
+            [Task("bandwidth", gather, (last_level_cache_bytes(),)), *cases], world_size)
         for case, result in zip(cases, found, strict=True):
             stats = AccessStats.load(case.stats)
             for kind, x in result.items():

@@ -96,7 +96,7 @@ def _unlimited(links: Links, base: int) -> dict[str, float]:
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)
-    found = calibrate_network.Exchange().measure(lambda text: None)
+    found = calibrate_network.exchange_costs(lambda text: None)
     times = [(_gather_s(rank < min(base, world_size)), _gather_s(True)) for _ in range(_ROUNDS)]
     few, every = (statistics.median(column) for column in zip(*times, strict=True))
     return {"ns_per_byte": float(found["ns_per_byte"]), "contention": max(1.0, every / few)}

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,6 +21,25 @@ from oper.errors import OperError
 from oper.support.processes import MALLOC, free_port, trim_memory
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A case that calls ``function(progress, *arguments)``.
+
+    Attributes:
+        name: the case's name.
+        function: a top-level function of a module, which returns the case's figures.
+        arguments: further arguments of `function`.
+    """
+
+    name: str
+    function: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...] = ()
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Call the function."""
+        return self.function(progress, *self.arguments)
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,

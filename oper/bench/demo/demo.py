@@ -70,8 +70,8 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         OperError: a stage failed.
     """
     from oper.analysis import describe
-    from oper.bench.core.launch import run_workers
-    from oper.bench.demo.worker import Training
+    from oper.bench.core.launch import Task, run_workers
+    from oper.bench.demo.worker import Training, train_sharded, train_unsharded
     from oper.data import (
         PreprocessOptions,
         SyntheticLog,
@@ -103,9 +103,9 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with _stage(4, "plan"):
         plan = _plan(folder, case)
     with _stage(5, "train in two processes: OPER and TorchRec on the same batches"):
-        two, = run_workers([case], WORLD_SIZE)
+        two, = run_workers([Task("demo", train_sharded, (case,))], WORLD_SIZE)
     with _stage(6, "train the unsharded model in one process"):
-        one, = run_workers([case], 1)
+        one, = run_workers([Task("demo", train_unsharded, (case,))], 1)
     best = _best(two["sides"], "step")
     check = {name: _compare(folder, name) for name in two["sides"]}
     quality = {"oper": two["sides"]["oper"], "unsharded": one, "torchrec": two["sides"][best]}
