@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,10 +152,10 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
     """Plot and tabulate the bytes read under OPER's plan, by class of link."""
     bars, rows = [], []
     for c in cases:
-        links: dict[str, float] = Counter()
+        links = dict[str, float]()
         for phase, found in _objects(c.get("bytes_read")).items():
             for link, count in _numbers(found).items():
-                links[link] += count / 1e6
+                links[link] = links.get(link, 0.0) + count / 1e6
                 rows.append([c["name"], phase, link, format_bytes(int(count))])
         bars.append((c["name"], links))
     table = [Table("Bytes by phase and link", ["case", "phase", "link", "bytes"], rows)]

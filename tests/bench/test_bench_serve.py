@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import json
 import mmap
 import os
 import signal
@@ -17,9 +16,7 @@ import numpy as np
 import pytest
 
 from oper.bench.core.child import Child
-from oper.bench.core.launch import measured
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
-from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
@@ -31,11 +28,10 @@ from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, search
 from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
-from oper.bench.tables.lookup import LookupCase
-from oper.bench.tables.sides import PLAN_KINDS
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
+from tests.bench.helpers import verified
 
 SMALL = ServeWork(Workload(num_rows=(400, 30, 5), dim=8), candidates=6, num_queries=8,
                   dense_layers=(8,), over_layers=(8,))
@@ -174,15 +170,6 @@ def test_growth_is_noticed(last: tuple[int, int], grows: bool) -> None:
 # ---- short forms ---------------------------------------------------------------------------------
 
 
-def verified(case: Any) -> dict[str, Any]:
-    """Measure a case; returns its entry, which must be valid JSON and printable by `report`."""
-    entry, = measured([case])
-    assert entry["verified"], entry
-    json.dumps(entry)
-    assert case.name in report([entry], serve.FIGURES)
-    return entry
-
-
 def test_contenders_score_alike_and_answer_every_query() -> None:
     pools: dict[str, Pool] = {}
     try:
@@ -256,18 +243,15 @@ def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
 def test_publications_under_load() -> None:
     case = LiveCase("publish", "publish", SMALL, workers=1, seconds=0.6, swaps=4, run_s=0.3,
                     min_queries=16, votes=1, search_s=2.0, load=0.3)
-    entry, = measured([case])
-    assert entry["errors"] == 0
-    assert entry["verified"], entry
-    assert entry["swaps"] == 4
-    assert entry["epochs_seen"] > 1
-    assert entry["requests_during_swaps"] > 0
+    entry, = verified(case, figures=serve.FIGURES)
+    assert (entry["errors"], entry["swaps"]) == (0, 4)
+    assert entry["epochs_seen"] > 1 and entry["requests_during_swaps"] > 0
 
 
 def test_http_is_compared_with_scoring_in_process() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     votes=1, search_s=2.0, bound_ms=1e-3)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["queries_per_s"] == 0  # a microsecond is too short, but the entry is complete
     lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
     assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
@@ -288,7 +272,7 @@ def test_candidates_are_named_once_and_in_full() -> None:
     case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
                     seconds=0.3, run_s=0.3, min_queries=64, votes=1, search_s=2.0,
                     bound_ms=1e3)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
     assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
@@ -300,7 +284,7 @@ def test_types_by_hotness_are_compared_with_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
     case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
                      error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert 0 < entry["error"] <= 5e-4
     assert set(entry["share_of_rows"]) >= {"int8", "int4"}
     assert 0.5 < entry["bytes_ratio"] < 1
@@ -328,7 +312,7 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 def test_deltas_are_served_under_load() -> None:
     case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=9, every_s=0.1, changed=0.1,
                      rounds=2, steps=3, wholes=2)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["bit_equal"]
     assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 9)
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
@@ -398,14 +382,3 @@ def test_queries_are_sent_again_and_failures_are_counted() -> None:
             server.shutdown()
             thread.join()
 
-
-def test_forwards_are_measured_verified_and_compared_with_torchrecs_plans() -> None:
-
-    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = LookupCase("forward-small", work, torchrec=True, num_batches=4, num_stats_batches=4,
-                      rounds=2, per_round=2)
-    entry, = measured([case])
-    assert entry["verified"] is True, entry["verification"]
-    assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
-    best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)
-    assert entry["ratio_forward"] == pytest.approx(best / entry["oper_forward_ms"], rel=1e-2)
