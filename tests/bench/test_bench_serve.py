@@ -21,7 +21,7 @@ from oper.bench.core.workload import Workload
 from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train
-from oper.bench.serve.host import Publication, Swap
+from oper.bench.serve.host import Publication
 from oper.bench.serve.live_case import LiveCase, _growth, _overlaps
 from oper.bench.serve.models import FLOOR, KINDS, ServeWork
 from oper.bench.serve.pool import Pool
@@ -155,7 +155,7 @@ def test_pss_counts_resident_memory() -> None:
 def test_requests_in_flight_during_a_publication() -> None:
     begin, end = np.array([0.0, 1.0, 2.5, 3.0]), np.array([0.5, 2.1, 2.6, 4.0])
     seen = Seen(result(True), begin, end, np.ones(4), 0, 0, 0, [])
-    assert _overlaps(seen, [Swap(2.0, 2.4), Swap(3.9, 5.0)]).tolist() == [
+    assert _overlaps(seen, [(2.0, 2.4), (3.9, 5.0)]).tolist() == [
         False, True, False, True]
 
 

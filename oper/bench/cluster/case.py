@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,31 +44,6 @@ _NEAR_SHARE = 1.15  # as are TorchRec's plans up to this times slower than its f
 COUNTED_STEPS = 2
 _PER_ROUND = 4  # timed steps per contender and round
 _ROUNDS = (3, 50)  # minimum and maximum; within them, `Case.timed_s` determines the number
-
-
-@dataclass(frozen=True, slots=True)
-class Case(OnCluster):
-    """A workload on an emulated cluster.
-
-    Attributes:
-        objective: ``"training"`` (steps) or ``"inference"`` (lookups).
-        memory_share: memory of a rank as a share of the size of all tables; 0 = the default of
-            `measured_topology`.
-        whole_model: whether to train a DLRM instead of the collection alone.
-        timed_s: approximate total time (s) for timing all contenders.
-    """
-
-    objective: str = "training"
-    memory_share: float = 0.0
-    whole_model: bool = False
-    timed_s: float = 12.0
-
-    def start(self, progress: Progress) -> _Runner:
-        return _Runner(self, progress)
-
-    def compare(self, run: _Runner) -> dict[str, Any]:
-        """Plan, build, verify and time all contenders. Collective."""
-        return run.run()
 
 
 @functools.lru_cache(maxsize=1)
@@ -269,6 +244,29 @@ class _Runner(ClusterRun):
             "overlap_ratio": parted and step_ms / parted["executed_ms"],
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
+
+
+@dataclass(frozen=True, slots=True)
+class Case(OnCluster):
+    """A workload on an emulated cluster.
+
+    Attributes:
+        objective: ``"training"`` (steps) or ``"inference"`` (lookups).
+        memory_share: memory of a rank as a share of the size of all tables; 0 = the default of
+            `measured_topology`.
+        whole_model: whether to train a DLRM instead of the collection alone.
+        timed_s: approximate total time (s) for timing all contenders.
+    """
+
+    objective: str = "training"
+    memory_share: float = 0.0
+    whole_model: bool = False
+    timed_s: float = 12.0
+    runner: ClassVar[type[ClusterRun]] = _Runner
+
+    def compare(self, run: _Runner) -> dict[str, Any]:
+        """Plan, build, verify and time all contenders. Collective."""
+        return run.run()
 
 
 def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, trains: bool

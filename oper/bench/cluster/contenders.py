@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -253,10 +253,7 @@ class OnCluster(OnHosts):
     num_batches: int = 32
     num_stats_batches: int = 32
     in_grid: bool = False
-
-    def start(self, progress: Progress) -> ClusterRun:
-        """The run of the case."""
-        return ClusterRun(self, progress)
+    runner: ClassVar[type[ClusterRun]] = ClusterRun
 
     def compare(self, run: Any) -> dict[str, Any]:
         """Open, compare and time the contenders; rank 0 returns the record's entry. Collective."""
@@ -264,7 +261,7 @@ class OnCluster(OnHosts):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Run `compare` and close all contenders. Collective."""
-        run = self.start(progress)
+        run = self.runner(self, progress)
         try:
             return self.compare(run)
         finally:  # the next case needs the memory

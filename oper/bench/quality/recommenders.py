@@ -376,13 +376,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                      "between models that were run before and after the interruption.")
 
 
-def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log and cached."""
-    return _load(name, protocol, tuple(data_files(DATA_SETS[name].files)))
-
-
 @functools.cache
-def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
+def load(name: str, protocol: str) -> Interactions:
+    """The interactions of a data set, preprocessed from the raw log."""
     source = DATA_SETS[name]
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
@@ -391,7 +387,7 @@ def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
         dataclasses.replace(layout, columns=(*layout.columns, *more))
         for layout in recipe.layouts))
     with tempfile.TemporaryDirectory() as folder:
-        preprocess(recipe, files, Path(folder) / "data",
+        preprocess(recipe, data_files(source.files), Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
         return load_interactions(Path(folder) / "data", held.data)
 

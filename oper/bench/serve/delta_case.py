@@ -186,8 +186,8 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
 
     def swap() -> None:
         for _ in range(case.wholes):
-            found = host.ask("publish", whole)
-            swaps.append(found.end - found.begin)
+            begin, end = host.ask("publish", whole)
+            swaps.append(end - begin)
 
     beside = live.load(2 * case.steps * case.every_s, swap)
     memory = host.ask("memory")

@@ -260,7 +260,7 @@ def _publish(live: _Live) -> dict[str, Any]:
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
     still = np.concatenate([s.latency_ms for s in quiet])
     p99, quiet_p99 = np.percentile(touched, 99), np.percentile(still, 99)
-    took_ms = [1e3 * (s.end - s.begin) for s in swaps]
+    took_ms = [1e3 * (end - begin) for begin, end in swaps]
     epochs = {int(e) for s in during for e in s.epoch}
     errors = _errors(*quiet, *during)
     return {"p99_ms": p99, "quiet_p99_ms": quiet_p99, "ratio_p99": p99 / quiet_p99,
@@ -275,8 +275,8 @@ def _publish(live: _Live) -> dict[str, Any]:
 def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
     """Requests in flight during any publication, bool [N]."""
     found = np.zeros(seen.begin.size, bool)
-    for swap in swaps:
-        found |= (seen.begin < swap.end) & (seen.end > swap.begin)
+    for begin, end in swaps:
+        found |= (seen.begin < end) & (seen.end > begin)
     return found
 
 
