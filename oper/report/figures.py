@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def coverage(problem: Problem) -> str:
     return curves("coverage", [
         (f"{short(t.spec.name)} ({t.spec.num_rows:,} rows)", t.edges[1:] / t.spec.num_rows,
          t.cumulative[IDS][1:] / max(float(t.total[IDS]), 1e-300)) for t in tables],
-        ("share of rows, hottest first", "share of lookups"), "x", 1.02, dense=True)
+        ("share of rows, hottest first", "share of lookups"), ("log", "linear"), 1.02, dense=True)
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
@@ -169,8 +169,8 @@ def colour(k: int) -> str:
 
 
 def curves(name: str, found: Sequence[tuple[str, Any, Any]],
-           labels: tuple[str, str], log: str = "", top: float | None = None, dense: bool = False,
-           finish: Callable[[Any], None] | None = None) -> str:
+           labels: tuple[str, str], scales: tuple[str, str] = ("linear", "linear"),
+           top: float | None = None, dense: bool = False, ticks: Sequence[str] = ()) -> str:
     """Plot curves, each in one of 21 combinations of colour and dashes; those without points are
     left out.
 
@@ -178,13 +178,13 @@ def curves(name: str, found: Sequence[tuple[str, Any, Any]],
         name: see `svg_of`.
         found: label, x and y (sequences) of each curve.
         labels: labels of the axes.
-        log: contains "x" or "y" for a logarithmic axis.
+        scales: matplotlib's scales of the axes.
         top: end of the y-axis, which then begins at 0.
         dense: whether to mark the points only of curves with fewer than three.
-        finish: called with the matplotlib axes at the end.
+        ticks: names of the places 0, 1, ... on the x-axis; by default their numbers.
     """
     figure, axis = canvas(2.8)
-    axis.set(xlabel=labels[0], ylabel=labels[1], **{f"{x}scale": "log" for x in log})
+    axis.set(xlabel=labels[0], ylabel=labels[1], xscale=scales[0], yscale=scales[1])
     for k, (label, x, y) in enumerate(found):
         if len(x):
             axis.plot(x, y, color=colour(k), linewidth=1.3, markersize=3.5, label=label,
@@ -192,8 +192,9 @@ def curves(name: str, found: Sequence[tuple[str, Any, Any]],
                       marker="" if dense and len(x) > 2 else "o")
     if top is not None:
         axis.set_ylim(0, top)
-    if finish is not None:
-        finish(axis)
+    if ticks:
+        axis.set_xticks(range(len(ticks)), [plain(n) for n in ticks], rotation=30, ha="right")
+        axis.set_xlim(-0.3, max(1, len(ticks)) - 0.7)
     return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
                                  for x in axis.get_lines()])
 
