@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from oper.analysis import distance
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
-from oper.report.figures import MAX_CURVES, curves, plain, short
+from oper.report.figures import MAX_CURVES, curves, short
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats
 from oper.tables import format_bytes
@@ -85,10 +83,14 @@ def verdict(drift: Drift) -> str:
 def drift_page(old: AccessStats, found: Sequence[Drift],
                planned: tuple[Plan, Topology] | None = None) -> str:
     """Return an HTML page on the result of `drifts`."""
+    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)
+    distances = [(short(name), range(len(found)), [d.distances[name] for d in found])
+                 for name in names[:MAX_CURVES]]
     blocks: list[Plot | Table] = [
         Plot("Drift of lookups", "Total variation distance from the old statistics: 0 = equal, 1 = "
              "disjoint; rare ids add noise. Shown for the tables with the most lookups.",
-             _distances(old, found))]
+             curves("distances", distances, ("", "distance from the old statistics"), top=1.02,
+                    ticks=[d.name for d in found]))]
     tiles = [("tables", f"{len(old.tables):,}"), ("later statistics", f"{len(found):,}"),
              ("mean distance of the last", f"{found[-1].mean:.3f}" if found else "-")]
     if planned is not None and found:
@@ -97,7 +99,6 @@ def drift_page(old: AccessStats, found: Sequence[Drift],
         if last is not None:
             tiles += [("another plan saves", f"{_saved(last):.1f} %"),
                       ("another plan pays off after", _steps(last))]
-    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)
     rows = [[n, f"{old.tables[n].num_rows:,}", f"{old.tables[n].num_accesses:,}",
              *(f"{d.distances[n]:.3f}" for d in found)] for n in names]
     blocks.append(Table("Distance by table", ["table", "rows", "lookups, old",
@@ -136,22 +137,9 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
                 "pays off after"], rows, note)]
 
 
-def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
-    names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:MAX_CURVES]
-    return curves("distances", [(short(name), range(len(found)), [d.distances[name] for d in found])
-                                for name in names], ("", "distance from the old statistics"),
-                  top=1.02, finish=functools.partial(_name_ticks, names=[d.name for d in found]))
-
-
 def _cost_curve(start: float, changes: Sequence[tuple[str, Replanning]]) -> str:
     of = {"the plan in use": [start, *(c.old_step_us for _, c in changes)],
           "a plan made from them": [start, *(c.new_step_us for _, c in changes)]}
     return curves("costs", [(label, range(len(y)), y) for label, y in of.items()],
                   ("", "microseconds a step"), top=1.1 * max(map(max, of.values())),
-                  finish=functools.partial(
-                      _name_ticks, names=["old", *(name for name, _ in changes)]))
-
-
-def _name_ticks(axis: Any, names: Sequence[str]) -> None:
-    axis.set_xticks(range(len(names)), [plain(n) for n in names], rotation=30, ha="right")
-    axis.set_xlim(-0.3, max(1, len(names)) - 0.7)
+                  ticks=["old", *(name for name, _ in changes)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ _TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00
 PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
                      "owned": "#E69F00", "owned push": "#D55E00",
                      "host memory": "#882255", "copy per host": "#CC79A7"}
-NUM_COLOURS = len(_TERM_COLOURS)
-_MARK = "#7f7f7f"  # visible on light and on dark pages
+MARK = "#7f7f7f"  # visible on light and on dark pages
 MAX_CURVES = 10  # tables in a plot of curves
 _MAX_LABEL = 48  # characters
 MAX_MAPPED = 40  # tables in the placement map
@@ -116,9 +115,9 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
             legend[TERMS[k].replace("_", " ")] = colour(k)
         if before is not None:
             level = before.phases[number].groups.max(axis=0) * 1e6
-            axis.hlines(level, ranks - bar / 2, ranks + bar * (len(links) + 0.5), _MARK,
+            axis.hlines(level, ranks - bar / 2, ranks + bar * (len(links) + 0.5), MARK,
                         linewidth=2)
-            legend["whole tables"] = _MARK
+            legend["whole tables"] = MARK
         axis.set_title(phase.name, fontsize=10)
         axis.set_xticks((ranks + bar * len(links) / 2)[:: max(1, num_ranks // 16)],
                         ranks[:: max(1, num_ranks // 16)])
@@ -133,7 +132,7 @@ def coverage(problem: Problem) -> str:
     return curves("coverage", [
         (f"{short(t.spec.name)} ({t.spec.num_rows:,} rows)", t.edges[1:] / t.spec.num_rows,
          t.cumulative[IDS][1:] / max(float(t.total[IDS]), 1e-300)) for t in tables],
-        ("share of rows, hottest first", "share of lookups"), "x", 1.02, dense=True)
+        ("share of rows, hottest first", "share of lookups"), ("log", "linear"), 1.02, dense=True)
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
@@ -152,20 +151,16 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
             axis.barh(y, value, 0.7, left, color=colour(parts.index(part)))
             left += value
     name_bars(axis, [title for title, _ in bars], label)
-    return svg_of(figure, name, colours_of(parts) if parts != [label] else ())
+    legend = [(short(part), colour(k), "-") for k, part in enumerate(parts)]
+    return svg_of(figure, name, legend if parts != [label] else ())
 
 
-def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[float] = ()) -> None:
-    """Label horizontal bars (at 0, 1, ... from the top, or at `places`) and their value axis."""
-    axis.set_yticks(places or range(len(names)), [plain(n) for n in names])
+def name_bars(axis: Any, names: Sequence[str], label: str) -> None:
+    """Label horizontal bars (at 0, 1, ... from the top) and their value axis."""
+    axis.set_yticks(range(len(names)), [plain(n) for n in names])
     axis.margins(y=0.01)
     axis.invert_yaxis()
     axis.set_xlabel(plain(label))
-
-
-def colours_of(names: Sequence[str]) -> Legend:
-    """Make a legend in which the k-th name has the k-th colour."""
-    return [(short(n), colour(k), "-") for k, n in enumerate(names)]
 
 
 def colour(k: int) -> str:
@@ -174,8 +169,8 @@ def colour(k: int) -> str:
 
 
 def curves(name: str, found: Sequence[tuple[str, Any, Any]],
-           labels: tuple[str, str], log: str = "", top: float | None = None, dense: bool = False,
-           finish: Callable[[Any], None] | None = None) -> str:
+           labels: tuple[str, str], scales: tuple[str, str] = ("linear", "linear"),
+           top: float | None = None, dense: bool = False, ticks: Sequence[str] = ()) -> str:
     """Plot curves, each in one of 21 combinations of colour and dashes; those without points are
     left out.
 
@@ -183,13 +178,13 @@ def curves(name: str, found: Sequence[tuple[str, Any, Any]],
         name: see `svg_of`.
         found: label, x and y (sequences) of each curve.
         labels: labels of the axes.
-        log: contains "x" or "y" for a logarithmic axis.
+        scales: matplotlib's scales of the axes.
         top: end of the y-axis, which then begins at 0.
         dense: whether to mark the points only of curves with fewer than three.
-        finish: called with the matplotlib axes at the end.
+        ticks: names of the places 0, 1, ... on the x-axis; by default their numbers.
     """
     figure, axis = canvas(2.8)
-    axis.set(xlabel=labels[0], ylabel=labels[1], **{f"{x}scale": "log" for x in log})
+    axis.set(xlabel=labels[0], ylabel=labels[1], xscale=scales[0], yscale=scales[1])
     for k, (label, x, y) in enumerate(found):
         if len(x):
             axis.plot(x, y, color=colour(k), linewidth=1.3, markersize=3.5, label=label,
@@ -197,8 +192,9 @@ def curves(name: str, found: Sequence[tuple[str, Any, Any]],
                       marker="" if dense and len(x) > 2 else "o")
     if top is not None:
         axis.set_ylim(0, top)
-    if finish is not None:
-        finish(axis)
+    if ticks:
+        axis.set_xticks(range(len(ticks)), [plain(n) for n in ticks], rotation=30, ha="right")
+        axis.set_xlim(-0.3, max(1, len(ticks)) - 0.7)
     return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
                                  for x in axis.get_lines()])
 
@@ -224,7 +220,7 @@ def placement_map(plan: Plan, problem: Problem) -> str:
             high = 0.8 * (piece.stop - piece.start) / t.spec.dim
             for tier in piece.tiers:
                 part = t.features(tier.start, tier.stop, is_ordered(t, entry))[IDS] / every
-                axis.barh(low, part, high, left, align="edge", edgecolor=_MARK, linewidth=0.4,
+                axis.barh(low, part, high, left, align="edge", edgecolor=MARK, linewidth=0.4,
                           color=PLACEMENT_COLOURS[placement_kind(tier, plan.world_size)])
                 if tier.placement == "owned" and part > 0.04 and high > 0.5:
                     # The page's style sheet selects labels inside bars by this id.

@@ -30,6 +30,7 @@ from oper.search.replay.timeline import Schedule, Timeline, run
 from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
 from oper.support.flags import number, whole
+from oper.support.text import aligned
 from oper.tables import TableSpec, format_bytes
 
 
@@ -288,33 +289,31 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
 
 def as_text(value: dict[str, Any]) -> str:
     """Format the result of `as_json` as text."""
+    def by_link(found: dict[str, dict[str, int]], links: Sequence[str]) -> list[str]:
+        return aligned([["", *links], *(
+            [name, *(format_bytes(b / value["num_steps"]) for b in by.values())]
+            for name, by in found.items())])
+
     constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
+    times = [[p["name"], *(f"{p[key]:.1f}" for key in (
+        "predicted_us", "replayed_us", "slowest_replayed_us")), p["binding"]]
+        for p in value["phases"]]
+    times += [["step", *(f"{value[f'{how}_step_us']:.1f}" for how in ("predicted", "replayed")),
+               "", ""],
+              ["timeline", "", f"{value['timeline_step_us']:.1f}", "", "with overlap and waiting"]]
+    sizes = [[p["name"], term, format_bytes(p["predicted_bytes"][term]), format_bytes(b)]
+             for p in value["phases"] for term, b in p["replayed_bytes"].items()
+             if b or p["predicted_bytes"][term]]
     lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "
              f"{value['batch_size']}", "",
-             f"{'phase':10s} {'predicted us':>13s} {'replayed us':>13s} {'slowest us':>13s}  "
-             f"limited by"]
-    for p in value["phases"]:
-        lines.append(f"{p['name']:10s} {p['predicted_us']:13.1f} {p['replayed_us']:13.1f} "
-                     f"{p['slowest_replayed_us']:13.1f}  {p['binding']}")
-    lines += [f"{'step':10s} {value['predicted_step_us']:13.1f} {value['replayed_step_us']:13.1f}",
-              f"{'timeline':10s} {'':13s} {value['timeline_step_us']:13.1f}   with overlap and "
-              "waiting", "",
-              f"{'phase':10s} {'bytes of':12s} {'predicted':>12s} {'replayed':>12s}   per step, "
-              "all ranks"]
-    for p in value["phases"]:
-        lines += [f"{p['name']:10s} {t:12s} {format_bytes(p['predicted_bytes'][t]):>12s} "
-                  f"{format_bytes(b):>12s}" for t, b in p["replayed_bytes"].items()
-                  if b or p["predicted_bytes"][t]]
-    lines += ["", "bytes that the host runtime reads per step (a row for every id), all ranks",
-              f"{'':20s} " + " ".join(f"{c:>14s}" for c in LINKS)]
-    lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
-                                        for b in by.values())
-              for name, by in value["bytes_read"].items()]
+             *aligned([["phase", "predicted us", "replayed us", "slowest us", "limited by"],
+                       *times], (0, 4)), "",
+             "bytes per step, all ranks",
+             *aligned([["phase", "of", "predicted", "replayed"], *sizes], (0, 1)), "",
+             "bytes that the host runtime reads per step (a row for every id), all ranks",
+             *by_link(value["bytes_read"], LINKS)]
     if value["bytes_sent"]:
         lines += ["", "bytes that hosts send each other per step (a row once per reader)",
-                  f"{'':20s} {LINKS[-1]:>14s}"]
-        lines += [f"{name:20s} " + " ".join(f"{format_bytes(b / value['num_steps']):>14s}"
-                                            for b in by.values())
-                  for name, by in value["bytes_sent"].items()]
+                  *by_link(value["bytes_sent"], LINKS[-1:])]
     return "\n".join(lines) + "\n"

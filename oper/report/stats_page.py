@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,26 +26,27 @@ def stats_page(stats: AccessStats) -> str:
     plots: list[Plot] = []
 
     def plot(heading: str, caption: str, of: Callable[[TableStats], Points],
-             labels: tuple[str, str], log: str = "", **options: Any) -> None:
+             labels: tuple[str, str], scales: tuple[str, str] = ("linear", "linear"),
+             **options: Any) -> None:
         plots.append(Plot(heading, caption + shown, curves(
-            heading, [(short(n), *of(t)) for n, t in busiest], labels, log, **options)))
+            heading, [(short(n), *of(t)) for n, t in busiest], labels, scales, **options)))
 
     if busiest:
         plot("How much the hottest rows cover",
              "Share of a table's lookups that go to its hottest rows.", _coverage,
-             ("share of rows, hottest first", "share of lookups"), "x", top=1.02, dense=True)
+             ("share of rows, hottest first", "share of lookups"), ("log", "linear"),
+             top=1.02, dense=True)
         plot("How often rows are looked up", "Rows by number of lookups, in powers of two.",
-             _hotness, ("lookups of a row", "rows"), "xy")
+             _hotness, ("lookups of a row", "rows"), ("log", "log"))
     if any(t.presence_samples.size for _, t in busiest):
         plot("Distinct rows of a batch", "Measured presence: mean number of distinct rows by "
              "number of consecutive samples.", lambda t: (t.presence_samples, t.presence_rows),
-             ("samples", "distinct rows"), "xy")
+             ("samples", "distinct rows"), ("log", "log"))
     if any(t.length_values.size > 1 for _, t in busiest):
         longest = max(int(t.length_values[-1]) for _, t in busiest if t.num_bags)
         plot("Bag lengths", "Share of bags by ids per bag.",
              lambda t: (t.length_values, t.length_counts / max(1, t.num_bags)),
-             ("ids per bag", "share of bags"),
-             finish=functools.partial(_scale_lengths, longest=longest))
+             ("ids per bag", "share of bags"), ("symlog" if longest > 32 else "linear", "linear"))
     if any(len(t.buckets) > 1 for _, t in busiest):
         plot("Drift", "Total variation distance of the lookups in consecutive time buckets: "
              "0 = equal, 1 = disjoint; rare ids add noise.", _drift,
@@ -83,11 +83,3 @@ def _hotness(t: TableStats) -> Points:
 def _drift(t: TableStats) -> Points:
     found = np.array(bucket_distances(t))
     return np.arange(1, found.size + 1), found
-
-
-def _scale_lengths(axis: Any, longest: int) -> None:
-    """Set the scale of an axis of bag lengths up to `longest`."""
-    if longest > 32:
-        axis.set_xscale("symlog", linthresh=16)
-    axis.set_xlim(-0.02 * longest, 1.1 * longest)
-    axis.xaxis.set_major_formatter("{x:g}")

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pyarrow
 import torch
 
 from oper.bench.core.child import obey
-from oper.bench.core.launch import Progress
+from oper.bench.core.launch import Progress, measured
+from oper.bench.core.report import report
 from oper.bench.dynamic.case import DynamicCase, State
 from oper.bench.tables import train
 from oper.bench.tables.train import TrainCase
@@ -31,6 +33,15 @@ def doubles(pipe: Any) -> None:
 def dies(pipe: Any) -> None:
     """A child process that reports that it is ready and exits."""
     pipe.send(None)
+
+
+def verified(*cases: Any, figures: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Measure cases; their entries must be verified, and `report` must show their names."""
+    entries = list(measured(cases))
+    for entry in entries:
+        assert entry["verified"] is True, entry
+        assert entry["name"] in report([entry], figures)
+    return entries
 
 
 def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], str]:

@@ -23,12 +23,11 @@ from oper.bench.cluster.contenders import Contender, Planned
 from oper.bench.cluster.network import Links, OnHosts, cluster, why_no_quota, why_not
 from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.core import record, workload
-from oper.bench.core.launch import measured
-from oper.bench.core.report import report
 from oper.bench.tables.sides import Side
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
 from oper.topology import Topology
+from tests.bench.helpers import verified
 
 emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +51,9 @@ def _namespaces() -> list[str]:
 
 def _run(*cases: OnHosts) -> list[dict[str, Any]]:
     """Measure cases; their entries must be verified, and can be shown as text and as a page."""
-    entries = list(measured(cases))
+    entries = verified(*cases, figures=grid.FIGURES)
     assert not _namespaces()
     for entry in entries:
-        assert entry["verified"] is True, entry
-        assert entry["name"] in report([entry], grid.FIGURES)
         page = bench_page(record.record("cluster", ["oper"], [entry], 0.0) | grid.totals([entry]))
         assert all(name in page for name in (entry["name"], *entry.get("contenders", ())))
     return entries

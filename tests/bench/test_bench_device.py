@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from oper.bench.core.launch import measured
-from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite as device
 from oper.bench.device.cases import draw_inputs, floor_bytes
 from oper.bench.device.contenders import Reference, open_tables, oper_side
 from oper.plan import uniform_plan
 from oper.shmem import library
+from tests.bench.helpers import verified
 from tests.cuda import emulated
 
 WHERE = "cuda" if emulated.has_gpu() else "cpu"
@@ -29,17 +28,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", str(1 << 20))
 
 
-def verified(case: device.Case) -> dict[str, Any]:
-    entry, = measured([case])
-    assert entry["verified"] is True, entry["verification"]
-    assert case.name in report([entry], device.FIGURES)
-    return entry
-
-
 @pytest.mark.parametrize("dtype, exponent", [("float32", 0.0), ("float16", 1.05)])
 def test_a_case_is_measured_and_verified(kernels: None, dtype: str, exponent: float) -> None:
     case = replace(CASE, dtype=dtype, work=replace(CASE.work, exponent=exponent))
-    entry = verified(case)
+    entry, = verified(case, figures=device.FIGURES)
     assert {"oper forward", "oper rows", "torch forward"} <= set(entry["verification"])
     for phase in ("forward", "update", "step"):
         assert entry[f"{phase}_fraction_of_floor"] == pytest.approx(
@@ -48,12 +40,14 @@ def test_a_case_is_measured_and_verified(kernels: None, dtype: str, exponent: fl
 
 
 def test_a_small_batch_is_replayed(kernels: None) -> None:
-    entry = verified(device.GraphCase("small-graph", WORK, **GIVEN))
+    case = device.GraphCase("small-graph", WORK, **GIVEN)
+    entry, = verified(case, figures=device.FIGURES)
     assert ("forward_us_replayed" in entry) == emulated.has_gpu()
 
 
 def test_rows_in_host_memory_are_a_case(kernels: None) -> None:
-    entry = verified(device.HostCase("lookup-host-small", WORK, **GIVEN))
+    case = device.HostCase("lookup-host-small", WORK, **GIVEN)
+    entry, = verified(case, figures=device.FIGURES)
     assert entry["memory_bytes"]["host"][0] > 0
 
 

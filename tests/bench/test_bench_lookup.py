@@ -15,10 +15,11 @@ from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.dynamic import drift
 from oper.bench.dynamic.case import DynamicCase
+from oper.bench.serve import suite as serve
 from oper.bench.tables import lookup, train
 from oper.bench.tables.ceiling import UpdateCeiling
 from oper.bench.tables.lookup import LookupCase, ScaleCase, UpdateCase
-from oper.bench.tables.sides import Dense
+from oper.bench.tables.sides import PLAN_KINDS, Dense
 from oper.bench.tables.train import TrainCase
 from oper.bench.tables.unsharded import PEERS
 from oper.errors import UsageError
@@ -28,13 +29,14 @@ from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
-from tests.bench.helpers import BrokenDynamicCase, BrokenTrainCase
+from tests.bench.helpers import BrokenDynamicCase, BrokenTrainCase, verified
 
 WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 SMALL = {"num_batches": 4, "num_stats_batches": 4, "rounds": 2, "per_round": 2}
 SCALE = {"num_batches": 2, "rounds": 2, "per_round": 2}
 IN_TWO_PROCESSES = (
     LookupCase("lookup-w2", WORK, 2, **SMALL), UpdateCase("update-w2", WORK, 2, **SMALL),
+    LookupCase("forward", WORK, 2, torchrec=True, **SMALL),
     ScaleCase("scale-dim-4", replace(WORK, dim=4), 2, axis="dim", **SCALE),
     ScaleCase("scale-dim-64", replace(WORK, dim=64), 2, axis="dim", **SCALE),
     ScaleCase("scale-rows-small", replace(WORK, dim=64), 2, axis="rows", **SCALE))
@@ -43,16 +45,14 @@ Entry = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def entries() -> dict[str, Entry]:
-    return {entry["name"]: entry for entry in measured(IN_TWO_PROCESSES)}
+    found = verified(*IN_TWO_PROCESSES, figures=(*lookup.FIGURES, *serve.FIGURES))
+    return {entry["name"]: entry for entry in found}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_lookups_are_measured_and_verified(world_size: int, entries: dict[str, Entry]) -> None:
-    if world_size == 2:
-        entry = entries["lookup-w2"]
-    else:
-        entry, = measured([LookupCase("lookup-w1", WORK, 1, **SMALL)])
-    assert entry["verified"] is True, entry["verification"]
+    entry = entries["lookup-w2"] if world_size == 2 else verified(
+        LookupCase("lookup-w1", WORK, 1, **SMALL), figures=lookup.FIGURES)[0]
     assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
     assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
     assert entry["threads_per_rank"] * world_size == entry["threads_of_peers"] == 2
@@ -61,12 +61,17 @@ def test_lookups_are_measured_and_verified(world_size: int, entries: dict[str, E
     assert entry["ratio_forward"] == pytest.approx(fastest / entry["oper_forward_ms"], rel=1e-2)
     for key in ("python_overhead_us", "python_overhead_small_batch_us"):
         assert 0 < entry[key] < 1e5
-    assert entry["name"] in report([entry], lookup.FIGURES)
+
+
+def test_forwards_are_compared_with_torchrecs_plans(entries: dict[str, Entry]) -> None:
+    entry = entries["forward"]
+    assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
+    best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)
+    assert entry["ratio_forward"] == pytest.approx(best / entry["oper_forward_ms"], rel=1e-2)
 
 
 def test_updates_are_measured_and_verified(entries: dict[str, Entry]) -> None:
     entry = entries["update-w2"]
-    assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]["oper"]["max_relative_diff"]) == {"tables"}
     assert set(entry["timings"]) == {"oper", "fbgemm"}
     assert entry["ratio_update"] == pytest.approx(
@@ -75,7 +80,6 @@ def test_updates_are_measured_and_verified(entries: dict[str, Entry]) -> None:
 
 def test_growth_is_measured_and_verified(entries: dict[str, Entry]) -> None:
     scales = [entries["scale-dim-4"], entries["scale-dim-64"]]
-    assert all(e["verified"] for e in scales), scales
     # A row of 16 bytes takes a line, one of 256 bytes four.
     ids, bags = 64 * 2 * 3, 64 * 2
     narrow, full = (e["bytes_moved"]["lines"] for e in scales)
@@ -87,7 +91,6 @@ def test_growth_is_measured_and_verified(entries: dict[str, Entry]) -> None:
 
 def test_growing_tables_are_compared_with_bare_loops(entries: dict[str, Entry]) -> None:
     entry = entries["scale-rows-small"]
-    assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
     bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]
     assert entry["ceiling_ns_per_line_byte"] == pytest.approx(
@@ -123,14 +126,12 @@ def test_bare_rewrites_touch_the_updated_rows_and_change_none() -> None:
 def _case(name: str, load: float, pooling: int = 1,
           kind: type[DynamicCase] = DynamicCase) -> DynamicCase:
     work = Workload(num_rows=(3000, 3000), dim=16, batch_size=64, pooling=pooling)
-    return kind(name, work, num_batches=4, num_stats_batches=4, rounds=2, per_round=2,
-                load=load)
+    return kind(name, work, load=load, **SMALL)
 
 
 def test_cases_are_measured_and_verified() -> None:
-    half, full = measured([_case("pool3", 0.5, 3), _case("full", 10.0)])
+    half, full = verified(_case("pool3", 0.5, 3), _case("full", 10.0), figures=train.FIGURES)
     for entry in (half, full):
-        assert entry["verified"] is True, entry["verification"]
         assert set(entry["verification"]["max_relative_diff"]) == {"pooled", "rows", "tables"}
         assert entry["ratio_static"] == pytest.approx(
             entry["dynamic_step_ms"] / entry["static_step_ms"], rel=1e-2)
@@ -143,8 +144,6 @@ def test_cases_are_measured_and_verified() -> None:
         full["dynamic_step_ms"] / full["timings"]["half"]["median_ms"], rel=1e-2)
     assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0
     assert full["occupied"] == 600 and full["missed"] > 0 and full["evicted_per_step"] > 0
-    text = report([half, full], train.FIGURES)
-    assert "pool3" in text and " NO\n" not in text
 
 
 def test_other_rows_are_found() -> None:
@@ -156,8 +155,8 @@ def test_other_rows_are_found() -> None:
 def test_quality_on_a_log_that_drifts() -> None:
     """Contenders have equal bytes, the first day does not count, and repetition scores equally."""
     (case,) = train.cases(True, tables="drift")
-    (entry,) = measured([replace(case, num_rows=1500, num_seeds=2, dim=4)])
-    assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
+    entry, = verified(replace(case, num_rows=1500, num_seeds=2, dim=4), figures=train.FIGURES)
+    assert entry["days"] == 6 and entry["samples"] == 1500
     dynamic = entry["bytes"]["lru"]
     assert dynamic == entry["bytes"]["lfu"] and 0.98 < entry["bytes"]["hashed"] / dynamic <= 1
     assert entry["bytes"]["first day"] < dynamic
@@ -188,31 +187,27 @@ def test_the_vocabulary_is_that_of_the_first_day() -> None:
 
 # ---- training ------------------------------------------------------------------------------------
 
-TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-UNEVEN = replace(TINY, lengths=(1, 3))
+UNEVEN = replace(WORK, lengths=(1, 3))
 CROSS = Dense(DLRMConfig(dense_layers=(16,), over_layers=(16,), cross_layers=2, cross_rank=4))
 KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
         "gather_ceiling_gbps", "forward_fraction_of_ceiling", "verified", "bytes_moved",
         "page_kind", "plans"}
 
 
-def _train_case(name: str, dense: Dense | None = None, work: Workload = TINY,
+def _train_case(name: str, dense: Dense | None = None, work: Workload = WORK,
                 kind: type[TrainCase] = TrainCase) -> TrainCase:
-    return kind(name, work, dense=dense, num_batches=4, num_stats_batches=4, rounds=2,
-                per_round=2)
+    return kind(name, work, dense=dense, **SMALL)
 
 
 def test_ranks_that_share_no_memory() -> None:
     case = replace(_train_case("ebc", work=UNEVEN), exchange="collective")
-    (entry,) = measured([case])
-    assert entry["verified"] is True, entry["plans"]
+    entry, = verified(case, figures=train.FIGURES)
     assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
     sent = sum(entry["oper_sent_bytes_per_step"].values())
     # TCP's headers come on top; nothing else uses the interface as much.
     assert 0 < sent <= entry["loopback_bytes_per_step"]["oper"]
     assert entry["simulated_equals_sent"] is True
     assert abs(entry["simulated_bytes_per_step"] - sent) <= len(entry["oper_sent_bytes_per_step"])
-    assert "collective" in report([entry], train.FIGURES)
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +254,12 @@ def test_a_wrong_weight_is_found(trained: list[dict[str, Any]]) -> None:
 
 
 def test_cross_networks_in_both_precisions() -> None:
-    crossed = list(measured([
+    crossed = verified(
         _train_case("dcn", CROSS, UNEVEN),
-        _train_case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN)]))
+        _train_case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN),
+        figures=train.FIGURES)
     for entry, dtype, kinds in zip(crossed, ("float32", "bfloat16"), (
             {"logits", "dense"}, {"logits of bfloat16", "dense of bfloat16"}), strict=True):
-        assert entry["verified"] is True, entry["plans"]
         assert entry["dense"]["dtype"] == dtype and entry["dense"]["cross_layers"] == 2
         for name in ("oper", "table_wise", "mixed"):
             checked = entry["plans"][name]["verification"]["max_relative_diff"]
@@ -276,8 +271,6 @@ def test_cross_networks_in_both_precisions() -> None:
     rounded, exact = (max(e["plans"]["table_wise"]["verification"]["max_relative_diff"].values())
                       for e in reversed(crossed))
     assert rounded != exact
-    text = report(crossed, train.FIGURES)
-    assert "bfloat16" in text and "samples" in text
 
 
 @pytest.mark.parametrize("flags", [

@@ -25,15 +25,27 @@ def write_log(folder: Path, forwards: bool = True) -> None:
     (folder / "movietweetings" / "ratings.dat").write_text("\n".join(lines) + "\n")
 
 
+@pytest.fixture(autouse=True)
+def no_log_is_known() -> None:
+    recommenders.load.cache_clear()
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in OPER_DATA, with a log."""
+    write_log(tmp_path)
+    monkeypatch.setenv("OPER_DATA", str(tmp_path))
+    return tmp_path
+
+
 def run(folder: Path, cases: str, *more: str) -> tuple[list[dict[str, Any]], str]:
     """Run the benchmark; returns the record's entries and stdout."""
     return bench(folder, "recommenders", "--only", cases, *(more or ["--quick"]), "--runs",
                  str(folder / "runs"), OPER_DATA=str(folder))
 
 
-def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None:
-    write_log(tmp_path)
-    entries, printed = run(tmp_path, "movietweetings/last-two/[pm]*[ye]")
+def test_a_record_holds_intervals_and_paired_differences(logs: Path) -> None:
+    entries, printed = run(logs, "movietweetings/last-two/[pm]*[ye]")
     assert [e["model"] for e in entries] == ["popularity", "multvae", "macridvae"]
     for entry in entries:
         assert entry["verified"] and [r["seed"] for r in entry["runs"]] == [1]
@@ -47,7 +59,7 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
         entries[1]["metrics"]["ndcg@10"]["mean"] - entries[0]["metrics"]["ndcg@10"]["mean"],
         abs=2e-6)
     assert "movietweetings/last-two/macridvae minus multvae: ndcg@10" in printed
-    kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]")
+    kept, again = run(logs, "movietweetings/last-two/[pm]*[ye]")
     first, second = ([line for line in text.splitlines() if "NOISY" not in line]
                     for text in (printed, again))
     assert first == second  # nothing trained anew
@@ -59,7 +71,7 @@ def test_runs_on_another_log_are_not_used(tmp_path: Path) -> None:
     entries = []
     for forwards in (True, False):
         write_log(tmp_path, forwards)
-        recommenders._load.cache_clear()
+        recommenders.load.cache_clear()
         entries += run(tmp_path, "movietweetings/last-two/popularity")[0]
     assert entries[0]["data"] == entries[1]["data"]
     assert entries[0]["metrics"] != entries[1]["metrics"]
@@ -72,9 +84,8 @@ def test_runs_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert before != kept.place("runs", "name", b"input")
 
 
-def test_a_record_has_several_protocols_and_the_graph(tmp_path: Path) -> None:
-    write_log(tmp_path)
-    entries, printed = run(tmp_path, "movietweetings/*/cadvae")
+def test_a_record_has_several_protocols_and_the_graph(logs: Path) -> None:
+    entries, printed = run(logs, "movietweetings/*/cadvae")
     assert [e["name"] for e in entries] == [f"movietweetings/{p}/cadvae"
                                             for p in ("last-two", "time", "leave-one-out",
                                                       "held-out-users", "graded")]
@@ -126,35 +137,29 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
     assert held["ml-1m-all-items"].item_core == 1 and held["ml-20m"].test == 10_000
 
 
-def test_graded_rewards_have_the_same_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                              ) -> None:
+def test_graded_rewards_have_the_same_targets(logs: Path) -> None:
     """Models that ignore rewards' sizes get the same figures."""
-    write_log(tmp_path)
-    graded, binary = (run(tmp_path, f"movietweetings/{p}/[ep]*")[0] for p in ("graded", "last-two"))
+    graded, binary = (run(logs, f"movietweetings/{p}/[ep]*")[0] for p in ("graded", "last-two"))
     assert {e["model"] for e in graded} == {"popularity", "ease"}
     assert [e["metrics"] for e in graded] == [e["metrics"] for e in binary]
     assert [e["data"] for e in graded] == [e["data"] for e in binary]
-    monkeypatch.setenv("OPER_DATA", str(tmp_path))
     data = recommenders.load("movietweetings", "graded")
     assert set(data.rewards) == set(np.float32([1, 2, 3]) / np.float32(3))
 
 
-def test_ablations_include_sasrec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_log(tmp_path)
-    monkeypatch.setenv("OPER_DATA", str(tmp_path))
+def test_ablations_include_sasrec(logs: Path) -> None:
     found = {c.model for c in recommenders.cases(quick=True, models="ablations")}
     assert found == {"sasrec"} | {n for n, m in recommenders.MODELS.items() if m.ablation}
     assert {c.config.reward_loss for c in recommenders.cases(quick=True, models="ablations")
             if c.protocol == "graded" and c.model != "sasrec"} == {"mse"}
 
 
-def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -> None:
+def test_a_search_chooses_settings_on_validation_and_continues(logs: Path) -> None:
     """With more trials, earlier ones are not trained again; ``--seeds 0`` trains nothing."""
-    write_log(tmp_path)
-    (first,), _ = run(tmp_path, "movietweetings/last-two/ease", "--search", "2", "--seeds", "2")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    (first,), _ = run(logs, "movietweetings/last-two/ease", "--search", "2", "--seeds", "2")
+    before = {path: path.stat().st_mtime_ns for path in (logs / "runs").iterdir()}
     assert len(before) == 2 + 2
-    (entry,), printed = run(tmp_path, "movietweetings/last-two/ease", "--search", "4", "--seeds",
+    (entry,), printed = run(logs, "movietweetings/last-two/ease", "--search", "4", "--seeds",
                             "2")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     tried, k = entry["search"]["trials"], entry["search"]["chosen"]
@@ -167,22 +172,20 @@ def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -
         r["seed"] for r in entry["runs"]] == [1, 2]
     assert entry["runs"][0]["valid_ndcg@10"] == tried[k]["valid_ndcg@10"]  # EASE has no seed
     assert f"trial {k} of 4 chosen" in printed
-    (tmp_path / "runs" / "movietweetings-time-sasrec-0123.npz").write_bytes(b"of other sources")
-    reported, _ = run(tmp_path, "*", "--search", "4", "--seeds", "0")
+    (logs / "runs" / "movietweetings-time-sasrec-0123.npz").write_bytes(b"of other sources")
+    reported, _ = run(logs, "*", "--search", "4", "--seeds", "0")
     assert [(e["name"], e["search"], e["metrics"]) for e in reported] == [
         (entry["name"], entry["search"], entry["metrics"])]
     done = run_here("bench", "recommenders", "--search", "5", "--seeds", "0", "--runs",
-                    str(tmp_path / "runs"), env={"OPER_DATA": str(tmp_path)})
+                    str(logs / "runs"))
     assert done.returncode == 1 and "no saved runs" in done.stderr
 
 
-def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_continues(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search stopped in the middle of a trial ends with the result of one never stopped."""
-    write_log(tmp_path)
-    monkeypatch.setenv("OPER_DATA", str(tmp_path))
 
     def search(folder: str) -> dict[str, Any]:
-        (case,) = (c for c in recommenders.cases(True, runs=str(tmp_path / folder), search=2)
+        (case,) = (c for c in recommenders.cases(True, runs=str(logs / folder), search=2)
                    if c.name == "movietweetings/last-two/multvae")
         return case.measure(lambda text: None)
 
@@ -198,8 +201,8 @@ def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(harness, "_validate", killed)
     with pytest.raises(KeyboardInterrupt):
         search("a")
-    assert len(list((tmp_path / "a").glob("*.npz"))) == 1  # the first trial
-    assert len(list((tmp_path / "a").glob("*.unfinished"))) == 1
+    assert len(list((logs / "a").glob("*.npz"))) == 1  # the first trial
+    assert len(list((logs / "a").glob("*.unfinished"))) == 1
     found = search("a")
     assert calls == 4 + 1 + 2  # the rest of the second trial, and the result
     whole = search("b")
@@ -210,10 +213,8 @@ def test_an_interrupted_search_continues(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_trial_that_cannot_be_trained_does_not_end_the_search(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is recorded, and stored like others; if no trial can be trained, its error is raised."""
-    write_log(tmp_path)
-    monkeypatch.setenv("OPER_DATA", str(tmp_path))
     train, bad, calls = recommenders._train_and_test, {1, 2}, 0
 
     def failing(case: recommenders.Case, *rest: Any) -> harness.Runs:
@@ -225,7 +226,7 @@ def test_a_trial_that_cannot_be_trained_does_not_end_the_search(
         return train(case, *rest)
 
     monkeypatch.setattr(recommenders, "_train_and_test", failing)
-    (whole,) = (c for c in recommenders.cases(True, runs=str(tmp_path / "runs"), search=3)
+    (whole,) = (c for c in recommenders.cases(True, runs=str(logs / "runs"), search=3)
                 if c.name == "movietweetings/last-two/ease")
     found = whole.measure(lambda text: None)
     tried = found["search"]["trials"]
@@ -236,19 +237,18 @@ def test_a_trial_that_cannot_be_trained_does_not_end_the_search(
     assert calls == 3 + 1 and recommenders.seeds_of(dataclasses.replace(whole, seeds=0)) == [1]
     assert calls == 3 + 1  # failed trials are not trained again
     bad.add(0)
-    failed = dataclasses.replace(whole, runs=str(tmp_path / "failed"))
+    failed = dataclasses.replace(whole, runs=str(logs / "failed"))
     with pytest.raises(InvalidInputError, match="cannot train: loss=nan"):
         failed.measure(lambda text: None)
     assert recommenders.seeds_of(dataclasses.replace(failed, seeds=0)) == []
 
 
-def test_a_record_of_another_search_is_not_resumed(tmp_path: Path) -> None:
+def test_a_record_of_another_search_is_not_resumed(logs: Path) -> None:
     """Its entries would have had another number of trials than the new ones."""
-    write_log(tmp_path)
-    run(tmp_path, "movietweetings/last-two/ease", "--search", "2", "--seeds", "1")
+    run(logs, "movietweetings/last-two/ease", "--search", "2", "--seeds", "1")
     for search, problem in ((["--search", "3"], "=2, expected 3"), ([], "=2, expected 0")):
-        done = run_here("bench", "recommenders", "--resume", str(tmp_path / "record.json"),
-                        "--only", "*/last-two/e*", *search, env={"OPER_DATA": str(tmp_path)})
+        done = run_here("bench", "recommenders", "--resume", str(logs / "record.json"),
+                        "--only", "*/last-two/e*", *search)
         assert done.returncode == 1 and problem in done.stderr and "--search" in done.stderr
 
 

@@ -47,6 +47,12 @@ def test_kept_entries_name_the_machine_and_versions_that_they_are_from(tmp_path:
     assert record.resumed(path, None, "plan") == {"a": entry}
 
 
+def test_figures_are_rounded_to_json() -> None:
+    given = {"a": np.float64(1 / 3), "b": (np.int64(2**40), 1234567.8), "c": {"d": np.eye(1)}}
+    found = {"a": 0.333333, "b": [2**40, 1234570.0], "c": {"d": [[1.0]]}}
+    assert record.rounded(given) == found == json.loads(json.dumps(record.rounded(given)))
+
+
 def test_summary_is_in_milliseconds() -> None:
     found = record.summary(np.arange(1, 101) / 1e3)
     assert found["median_ms"] == 50.5 and found["min_ms"] == 1 and found["n"] == 100

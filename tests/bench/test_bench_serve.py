@@ -1,16 +1,14 @@
 """The serving benchmark: its rate search, its client, and shortened cases."""
 
-import array
 import contextlib
 import http.server
-import json
 import mmap
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,22 @@ import numpy as np
 import pytest
 
 from oper.bench.core.child import Child
-from oper.bench.core.launch import measured
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
-from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train
-from oper.bench.serve.host import Publication, Swap
+from oper.bench.serve.host import Publication
 from oper.bench.serve.live_case import LiveCase, _growth, _overlaps
 from oper.bench.serve.models import FLOOR, KINDS, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, search
 from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
-from oper.bench.tables.lookup import LookupCase
-from oper.bench.tables.sides import PLAN_KINDS
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
+from tests.bench.helpers import verified
 
 SMALL = ServeWork(Workload(num_rows=(400, 30, 5), dim=8), candidates=6, num_queries=8,
                   dense_layers=(8,), over_layers=(8,))
@@ -66,7 +61,7 @@ def test_the_search_finds_the_capacity(first: float) -> None:
         rate, last = found.best()
         assert capacity[name] / STEP < rate <= capacity[name]
         assert last.valid
-        assert sum(rate_ == round(rate, 1) for rate_, *_ in found.to_json()) == 2  # seen twice
+        assert sum(rate_ == rate for rate_, *_ in found.to_json()) == 2  # seen twice
     assert order[:4] == ["a", "b", "b", "a"]
     assert set(again) == {0, 1}  # another seed when a rate is tried again
 
@@ -160,7 +155,7 @@ def test_pss_counts_resident_memory() -> None:
 def test_requests_in_flight_during_a_publication() -> None:
     begin, end = np.array([0.0, 1.0, 2.5, 3.0]), np.array([0.5, 2.1, 2.6, 4.0])
     seen = Seen(result(True), begin, end, np.ones(4), 0, 0, 0, [])
-    assert _overlaps(seen, [Swap(2.0, 2.4), Swap(3.9, 5.0)]).tolist() == [
+    assert _overlaps(seen, [(2.0, 2.4), (3.9, 5.0)]).tolist() == [
         False, True, False, True]
 
 
@@ -173,15 +168,6 @@ def test_growth_is_noticed(last: tuple[int, int], grows: bool) -> None:
 
 
 # ---- short forms ---------------------------------------------------------------------------------
-
-
-def verified(case: Any) -> dict[str, Any]:
-    """Measure a case; returns its entry, which must be valid JSON and printable by `report`."""
-    entry, = measured([case])
-    assert entry["verified"], entry
-    json.dumps(entry)
-    assert case.name in report([entry], serve.FIGURES)
-    return entry
 
 
 def test_contenders_score_alike_and_answer_every_query() -> None:
@@ -211,15 +197,18 @@ class _Answering:
 
     pid = 0
 
-    def __init__(self, number: int, exits: bool) -> None:
-        self._socket, self._exits = socket.socket(fileno=os.dup(number)), exits
-        threading.Thread(target=self._work, daemon=True).start()
+    def __init__(self, exits: bool) -> None:
+        self.pipe, theirs = Pipe()
+        threading.Thread(target=self._work, args=(theirs, exits), daemon=True).start()
 
-    def _work(self) -> None:
-        with self._socket as queries:
-            while (data := queries.recv(1 << 16)) and not self._exits:
-                for number in array.array("Q", data)[::2]:
-                    queries.send(array.array("Q", [number]))
+    def _work(self, pipe: Any, exits: bool) -> None:
+        with pipe, contextlib.suppress(EOFError):
+            while (message := pipe.recv()) and not exits:
+                for number, _ in message[1]:
+                    pipe.send(number)
+
+    def send(self, *words: Any) -> None:
+        self.pipe.send(words)
 
     def wait(self) -> None:
         pass
@@ -232,8 +221,8 @@ def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
 ) -> None:
     started: list[_Answering] = []
 
-    def start(_: Pool, function: object, arguments: Any, options: object) -> _Answering:
-        started.append(_Answering(arguments[0], exits=not started))
+    def start(*_: Any) -> _Answering:
+        started.append(_Answering(exits=not started))
         return started[-1]
 
     monkeypatch.setattr(Pool, "_start", start)
@@ -254,18 +243,15 @@ def test_a_worker_that_exits_while_all_queues_are_full_ends_the_run(
 def test_publications_under_load() -> None:
     case = LiveCase("publish", "publish", SMALL, workers=1, seconds=0.6, swaps=4, run_s=0.3,
                     min_queries=16, votes=1, search_s=2.0, load=0.3)
-    entry, = measured([case])
-    assert entry["errors"] == 0
-    assert entry["verified"], entry
-    assert entry["swaps"] == 4
-    assert entry["epochs_seen"] > 1
-    assert entry["requests_during_swaps"] > 0
+    entry, = verified(case, figures=serve.FIGURES)
+    assert (entry["errors"], entry["swaps"]) == (0, 4)
+    assert entry["epochs_seen"] > 1 and entry["requests_during_swaps"] > 0
 
 
 def test_http_is_compared_with_scoring_in_process() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     votes=1, search_s=2.0, bound_ms=1e-3)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["queries_per_s"] == 0  # a microsecond is too short, but the entry is complete
     lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
     assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
@@ -286,7 +272,7 @@ def test_candidates_are_named_once_and_in_full() -> None:
     case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
                     seconds=0.3, run_s=0.3, min_queries=64, votes=1, search_s=2.0,
                     bound_ms=1e3)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
     assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
@@ -298,7 +284,7 @@ def test_types_by_hotness_are_compared_with_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
     case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
                      error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert 0 < entry["error"] <= 5e-4
     assert set(entry["share_of_rows"]) >= {"int8", "int4"}
     assert 0.5 < entry["bytes_ratio"] < 1
@@ -326,7 +312,7 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 def test_deltas_are_served_under_load() -> None:
     case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=9, every_s=0.1, changed=0.1,
                      rounds=2, steps=3, wholes=2)
-    entry = verified(case)
+    entry, = verified(case, figures=serve.FIGURES)
     assert entry["bit_equal"]
     assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 9)
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
@@ -396,14 +382,3 @@ def test_queries_are_sent_again_and_failures_are_counted() -> None:
             server.shutdown()
             thread.join()
 
-
-def test_forwards_are_measured_verified_and_compared_with_torchrecs_plans() -> None:
-
-    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = LookupCase("forward-small", work, torchrec=True, num_batches=4, num_stats_batches=4,
-                      rounds=2, per_round=2)
-    entry, = measured([case])
-    assert entry["verified"] is True, entry["verification"]
-    assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
-    best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)
-    assert entry["ratio_forward"] == pytest.approx(best / entry["oper_forward_ms"], rel=1e-2)

@@ -15,7 +15,7 @@ from oper.bench.calibrate.calibrate import (
     last_level_cache_bytes,
 )
 from oper.bench.calibrate.network import across_hosts, measure_network, of_hosts
-from oper.bench.calibrate.worker import KINDS, Gather, plan_of
+from oper.bench.calibrate.worker import KINDS, gather, plan_of
 from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
@@ -171,7 +171,7 @@ def test_bytes_to_several_ranks_wait_for_no_acknowledgement() -> None:
 
 
 def test_a_single_rank_is_measured() -> None:
-    assert Gather(1 << 20).measure(lambda text: None)["read_gbps"] > 0
+    assert gather(lambda text: None, 1 << 20)["read_gbps"] > 0
 
 
 def read_back(made: Topology, folder: Path) -> Topology:

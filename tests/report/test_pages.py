@@ -35,6 +35,7 @@ from oper.search.problem.statement import with_overlap
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Rack, Topology
+from tests.search.search_cases import counted
 from tests.support import check_page, read_trace, run_command
 
 BROWSER = next(filter(None, map(shutil.which, (
@@ -163,15 +164,11 @@ def drifting() -> list[AccessStats]:
     """Statistics of three days; each day, a fifth of the hot rows is replaced by other rows."""
     rng = np.random.default_rng(0)
     found = []
-    rows = np.arange(4000)
+    rows, counts = np.arange(4000), np.rint(1e6 / np.arange(1, 4001)).astype(np.int64)
     for _ in range(3):
-        counts = np.zeros(4000, np.int64)
-        counts[rows] = np.rint(1e6 / np.arange(1, 4001)).astype(np.int64)
-        ids = np.flatnonzero(counts)
-        table = TableStats.from_counts(4000, ids, counts[ids], (
+        table = TableStats.from_counts(4000, rows.copy(), counts, (
             np.array([4]), np.array([int(counts.sum()) // 4])))
         found.append(AccessStats(100_000, {"<b>item": table}, "generated"))
-        rows = rows.copy()
         hot = rng.choice(200, 40, replace=False)
         cold = rng.choice(np.arange(200, 4000), 40, replace=False)
         rows[hot], rows[cold] = rows[cold], rows[hot]
@@ -303,15 +300,11 @@ def topology(memory_bytes: int = 12_000_000) -> Topology:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """A plan, its statistics and its topology."""
-    specs, stats = [], {}
-    for k in range(NUM_TABLES):
-        rows = 2000 * (k + 1)
-        counts = np.rint(1e6 / np.arange(1, rows + 1)).astype(np.int64)
-        name = "<b>&t0" if k == 0 else f"t{k}"
-        specs.append(TableSpec(name, rows, 64, (f"f{k}",)))
-        stats[name] = TableStats.from_counts(rows, np.arange(rows), counts, (
-            np.array([1]), np.array([int(counts.sum())])))
-    AccessStats(1_000_000, stats, "generated", True).save(tmp_path / "stats.npz")
+    specs = [TableSpec("<b>&t0" if k == 0 else f"t{k}", 2000 * (k + 1), 64, (f"f{k}",))
+             for k in range(NUM_TABLES)]
+    rng = np.random.default_rng(0)
+    AccessStats(200_000, {s.name: counted(s.num_rows, 1.0, rng) for s in specs}, "generated",
+                True).save(tmp_path / "stats.npz")
     (tmp_path / "mine.toml").write_text(TOPOLOGY)
     plan = make_plan(specs, AccessStats.load(tmp_path / "stats.npz"), topology(), batch_size=1024)
     plan.save(tmp_path / "plan.json")
@@ -411,11 +404,8 @@ def test_invalid_changes_are_named(text: str) -> None:
 def test_page_shows_host_memory_and_copies_per_host(tmp_path) -> None:
     rng = np.random.default_rng(1)
     specs = [TableSpec(f"t{k}", 4000, 16, (f"f{k}",)) for k in range(3)]
-    weight = np.arange(1, 4001, dtype=float) ** -1.1
-    counts = np.rint(weight / weight.sum() * 200_000).astype(np.int64)
-    stats = AccessStats(200_000, {s.name: TableStats.from_counts(
-        4000, rng.permutation(4000), counts, (np.array([1]), np.array([200_000])))
-        for s in specs}, "generated", True)
+    stats = AccessStats(200_000, {s.name: counted(4000, 1.1, rng) for s in specs}, "generated",
+                        True)
     domains = tuple(Domain((r,), r // 2, 1_000_000, 2000.0, 4000.0, 1 << 20, 100.0, 10.0)
                     for r in range(4))
     machine = Topology("two hosts", domains, Costs(phase_us=2.0), host_memory_bytes=10**7,

@@ -21,9 +21,9 @@ import numpy as np
 
 from oper.bench.calibrate.keys import measure_keys
 from oper.bench.calibrate.network import across_hosts, measure_hosts, measure_network
-from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
+from oper.bench.calibrate.worker import INTERVAL, KINDS, Placements, gather, plan_of
 from oper.bench.core import record
-from oper.bench.core.launch import run_workers
+from oper.bench.core.launch import Task, run_workers
 from oper.bench.core.report import table
 from oper.bench.core.workload import Workload
 from oper.errors import InvalidInputError
@@ -126,8 +126,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
         for name, (middle, worst) in residuals.items()]))
     if args.check:
         value = predicted_against_executed(samples, fitted)
-        entry = {"name": f"{args.world_size} processes", **value,
-                 "topology": as_toml(fitted), "residuals": residuals}
+        entry = record.rounded({"name": f"{args.world_size} processes", **value,
+                                "topology": as_toml(fitted), "residuals": residuals})
         record.write(args.check, record.record(
             "calibrate", record.command_line(args, "oper", "calibrate"), [entry], load_before))
         print(f"predicted against executed, {value['num_plans']} plans: median error "
@@ -172,7 +172,8 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
         cases = [Placements(work, _FITTED if work in fitting else KINDS, 4 if quick else 5,
                             str(Path(folder) / f"stats-{k}.npz"))
                  for k, work in enumerate([*fitting, *checking])]
-        bandwidth, *found = run_workers([Gather(last_level_cache_bytes()), *cases], world_size)
+        bandwidth, *found = run_workers(
+            [Task("bandwidth", gather, (last_level_cache_bytes(),)), *cases], world_size)
         for case, result in zip(cases, found, strict=True):
             stats = AccessStats.load(case.stats)
             for kind, x in result.items():
@@ -432,8 +433,8 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
     plans = [{"name": s.name, "kind": s.kind, "predicted_us": model.step_us,
               "measured_us": s.wall_us, **s.quality, "bytes_read": s.bytes_read,
               "error": abs(model.step_us - s.wall_us) / s.wall_us,
-              "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
-              "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()}
+              "predicted_phases_us": [p.time_us for p in model.phases],
+              "measured_phases_us": s.phases_us.max(axis=1)}
              for s, model in zip(samples, models, strict=True)]
     us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
     groups = [us[[s.work == work for s in samples]] for work in {s.work for s in samples}]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from dataclasses import fields, replace
 
 import numpy as np
 
-from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.launch import Progress, Task, run_workers
 from oper.bench.core.planning import gather, slowest
 from oper.errors import InvalidInputError
 from oper.topology import Costs, Rack, Topology
@@ -31,22 +30,16 @@ def measure_network(world_size: int) -> dict[str, float]:
         ``phase_us``: time (us) of exchanging a header and a small payload. ``ns_per_byte``: time
         (ns) per byte that a rank sends or receives, while it does both.
     """
-    found, = run_workers([Exchange()], world_size)
+    found, = run_workers([Task("network", exchange_costs)], world_size)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The case that `measure_network` runs in every process."""
-
-    name: ClassVar[str] = "network"
-
-    def measure(self, progress: Progress) -> dict[str, float]:
-        """Exchange headers and payloads. Collective."""
-        progress("exchanging headers and payloads")
-        small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
-        both_ways = 2 * (ranks()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
-        return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
+def exchange_costs(progress: Progress) -> dict[str, float]:
+    """The costs of `measure_network`, for the ranks of this process group. Collective."""
+    progress("exchanging headers and payloads")
+    small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
+    both_ways = 2 * (ranks()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
+    return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
 
 
 def exchange_s(num_bytes: int) -> float:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,23 +74,6 @@ def _tiers(kind: str, number: int, n: int, world_size: int) -> list[Tier]:
         "pushed": [replace(striped, mode="push")],
         "owned, pushed": [Tier(0, n, "owned", every[:1], mode="push")],
         "head replicated, tail pushed": [copies, replace(tail, mode="push")]}[kind]
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Case that measures the bandwidth of bare gathers from memory and from cache.
-
-    Attributes:
-        cache_bytes: effective size of the last-level cache, see `last_level_cache_bytes`.
-    """
-
-    cache_bytes: int
-    name: ClassVar[str] = "bandwidth"
-
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Return ``read_gbps`` and ``cache_gbps`` (GB/s of all ranks together). Collective."""
-        progress("reading rows at random")
-        return _gather(default_group(), self.cache_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +222,19 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
             "phases_us": (np.median(clocks[:, kept], axis=1) / 1e3).tolist()}
 
 
-def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
-    """Measure gathers of 256-byte rows, in GB/s of all ranks together: ``read_gbps`` over a table
-    much larger than the cache, ``cache_gbps`` over rows that fit into it."""
+def gather(progress: Progress, cache_bytes: int) -> dict[str, Any]:
+    """Measure bare gathers of 256-byte rows. Collective.
+
+    Args:
+        progress: function that reports the current activity.
+        cache_bytes: effective size of the last-level cache, see `last_level_cache_bytes`.
+
+    Returns:
+        GB/s of all ranks together: ``read_gbps`` over a table much larger than the cache,
+        ``cache_gbps`` over rows that fit into it.
+    """
+    progress("reading rows at random")
+    group = default_group()
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
     near = max(1024, cache_bytes // group.world_size // 4 // 256)

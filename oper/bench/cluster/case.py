@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,34 +46,8 @@ _PER_ROUND = 4  # timed steps per contender and round
 _ROUNDS = (3, 50)  # minimum and maximum; within them, `Case.timed_s` determines the number
 
 
-@dataclass(frozen=True, slots=True)
-class Case(OnCluster):
-    """A workload on an emulated cluster.
-
-    Attributes:
-        objective: ``"training"`` (steps) or ``"inference"`` (lookups).
-        memory_share: memory of a rank as a share of the size of all tables; 0 = the default of
-            `measured_topology`.
-        whole_model: whether to train a DLRM instead of the collection alone.
-        timed_s: approximate total time (s) for timing all contenders.
-    """
-
-    objective: str = "training"
-    memory_share: float = 0.0
-    whole_model: bool = False
-    timed_s: float = 12.0
-
-    def start(self, progress: Progress) -> _Runner:
-        return _Runner(self, progress)
-
-    def compare(self, run: _Runner) -> dict[str, Any]:
-        """Plan, build, verify and time all contenders. Collective."""
-        return run.run()
-
-
 @functools.lru_cache(maxsize=1)
-def _unsharded(work: Workload, objective: str, whole_model: bool
-               ) -> tuple[Checks, Reference | None]:
+def _unsharded(work: Workload, whole_model: bool) -> tuple[Checks, Reference | None]:
     """Batches and the unsharded model (rank 0), shared by the cases of one workload."""
     checks = Checks(work)
     dense = Dense() if whole_model else None
@@ -119,15 +93,15 @@ class _Runner(ClusterRun):
             "left_out": planned.left_out, "dropped_packets": dropped,
             "whole_model": self.case.whole_model, "constants": self.topology.source,
             "num_batches": self.case.num_batches,
-            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
-            "seconds": round(time.perf_counter() - begin, 1)}
+            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": planned_s,
+            "seconds": time.perf_counter() - begin}
 
     # ---- verification ----------------------------------------------------------------------------
 
     def _verify(self, contender: Contender, side: Side) -> dict[str, Any]:
         """Compare a side's results with the unsharded model's; rank 0 returns the verdict.
         Collective."""
-        checks, reference = _unsharded(self.work, self.case.objective, self.case.whole_model)
+        checks, reference = _unsharded(self.work, self.case.whole_model)
         if self.trains:
             tables = side.tables
             side.tables = tables if contender.name in ("oper", IN_PARTS) else None
@@ -241,12 +215,9 @@ class _Runner(ClusterRun):
         for c in every:
             times = seconds.get(c.name)
             known: dict[str, Any] = {
-                "runtime": c.runtime, "also": c.also,
-                "predicted_ms": c.predicted_ms and round(c.predicted_ms, 3),
-                "executed_ms": round(screened[c.name] if times is None
-                                     else float(np.median(times)), 3),
-                "is_screened_only": times is None,
-                "verification": self.verdicts[c.name]}
+                "runtime": c.runtime, "also": c.also, "predicted_ms": c.predicted_ms,
+                "executed_ms": screened[c.name] if times is None else float(np.median(times)),
+                "is_screened_only": times is None, "verification": self.verdicts[c.name]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":
@@ -264,16 +235,38 @@ class _Runner(ClusterRun):
         return {
             "oper_step_ms": step_ms, "predicted_step_ms": oper["predicted_ms"],
             "torchrec_best": best, "torchrec_step_ms": best and found[best]["executed_ms"],
-            "ratio_step": best and round(found[best]["executed_ms"] / step_ms, 4),
-            "best_peer": peer,
-            "ratio_best_peer": peer and round(found[peer]["executed_ms"] / step_ms, 4),
+            "ratio_step": best and found[best]["executed_ms"] / step_ms, "best_peer": peer,
+            "ratio_best_peer": peer and found[peer]["executed_ms"] / step_ms,
             "lower_bound_ms": bound,
-            "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
+            "ratio_at_bound": best and bound and found[best]["executed_ms"] / bound,
             "verified": all(x["verification"]["passed"] for x in found.values()),
             # Step time of whole batches / that with micro-batches, which hide exchanges.
-            "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
+            "overlap_ratio": parted and step_ms / parted["executed_ms"],
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
+
+
+@dataclass(frozen=True, slots=True)
+class Case(OnCluster):
+    """A workload on an emulated cluster.
+
+    Attributes:
+        objective: ``"training"`` (steps) or ``"inference"`` (lookups).
+        memory_share: memory of a rank as a share of the size of all tables; 0 = the default of
+            `measured_topology`.
+        whole_model: whether to train a DLRM instead of the collection alone.
+        timed_s: approximate total time (s) for timing all contenders.
+    """
+
+    objective: str = "training"
+    memory_share: float = 0.0
+    whole_model: bool = False
+    timed_s: float = 12.0
+    runner: ClassVar[type[ClusterRun]] = _Runner
+
+    def compare(self, run: _Runner) -> dict[str, Any]:
+        """Plan, build, verify and time all contenders. Collective."""
+        return run.run()
 
 
 def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, trains: bool
@@ -292,9 +285,9 @@ def bytes_of_step(run: ClusterRun, step: Callable[[int], Any], plan: Plan, train
         return {}
     simulated = float(np.mean(run.simulated_bytes(plan, run.links.host_of, trains, COUNTED_STEPS)))
     sent, packets = np.sum(hosts, axis=0)
-    return {"counted_bytes": round(sent),
-            "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
-            "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated, 4),
+    return {"counted_bytes": round(sent), "simulated_bytes": round(simulated),
+            "bytes_ratio": sent / simulated,
+            "bytes_ratio_without_headers": (sent - HEADER_BYTES * packets) / simulated,
             "sent_bytes_by_host": [round(x[0]) for x in hosts]}
 
 

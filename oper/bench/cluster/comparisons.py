@@ -73,24 +73,21 @@ class Overlap(OnCluster):
         found: dict[str, dict[str, Any]] = {}
         for name, seconds in times.items():
             payloads = [num_bytes - HEADER_BYTES * packets for num_bytes, packets in sent[name]]
-            link_ms = max(8e-3 * x / rate for x, rate in zip(
-                payloads, run.measured["link_mbits"], strict=True))
-            compute_ms = float(np.median(unlimited[name])) * 1e3
+            link_ms = float(max(8e-3 * x / rate for x, rate in zip(
+                payloads, run.measured["link_mbits"], strict=True)))
+            unlimited_ms = float(np.median(unlimited[name])) * 1e3
             found[name] = {
-                "executed_ms": round(float(np.median(seconds)) * 1e3, 3),
-                "unlimited_ms": round(compute_ms, 3), "link_ms": round(float(link_ms), 3),
-                "least_ms": round(max(compute_ms, float(link_ms)), 3),
+                "executed_ms": float(np.median(seconds)) * 1e3, "unlimited_ms": unlimited_ms,
+                "link_ms": link_ms, "least_ms": max(unlimited_ms, link_ms),
                 "sent_bytes_by_host": [round(x[0]) for x in sent[name]],
                 "step": record.summary(seconds)}
             if name != WHOLE:
                 found[name]["over_whole"] = paired(seconds, times[WHOLE])
+        best_ms, least_ms = (min(x[key] for n, x in found.items() if n != WHOLE)
+                             for key in ("executed_ms", "least_ms"))
         whole_ms = found[WHOLE]["executed_ms"]
-        best = min((x for n, x in found.items() if n != WHOLE), key=lambda x: x["executed_ms"])
-        return {
-            **run.about(), "overlap_ratio": round(whole_ms / best["executed_ms"], 4),
-            "overlap_limit": round(whole_ms / min(
-                x["least_ms"] for n, x in found.items() if n != WHOLE), 4),
-            "verified": passed, "sides": found}
+        return {**run.about(), "overlap_ratio": whole_ms / best_ms,
+                "overlap_limit": whole_ms / least_ms, "verified": passed, "sides": found}
 
     def _timed(self, run: ClusterRun, sides: Mapping[str, Side]) -> list[dict[str, np.ndarray]]:
         """Times (s) of steps by contender, on unlimited and on limited links. Collective."""
@@ -146,16 +143,16 @@ class FewerBits(OnCluster):
         if run.rank:
             return {}
         found = {name: {
-            "runtime": name, "predicted_ms": round(plan.step_us / 1e3, 3),
-            "executed_ms": round(float(np.median(times[name])) * 1e3, 3),
+            "runtime": name, "predicted_ms": plan.step_us / 1e3,
+            "executed_ms": float(np.median(times[name])) * 1e3,
             "step": record.summary(times[name]), "message_bits": plan.message_bits.to_json(),
             "lower_bound_ms": plan.lower_bound_us / 1e3, **sent[name]}
             for name, plan in plans.items()}
         found[FEWER]["over_oper"] = paired(times[FEWER], times[EXACT])
         bytes_of = {name: x["counted_bytes"] for name, x in found.items()}
         return {
-            **run.about(), "fewer_bytes": round(bytes_of[EXACT] / bytes_of[FEWER], 4),
-            "fewer_bits_speedup": round(1 / found[FEWER]["over_oper"]["mean"], 4),
+            **run.about(), "fewer_bytes": bytes_of[EXACT] / bytes_of[FEWER],
+            "fewer_bits_speedup": 1 / found[FEWER]["over_oper"]["mean"],
             "message_variance": plans[FEWER].notes["message_variance"],
             "answers_error": error, "largest_rounding": largest,
             "verified": verdict["passed"] and largest <= 1, "verification": verdict,
@@ -245,17 +242,16 @@ class ReplicaGroupsCase(OnCluster):
         for name, of in compared.items():
             ratio, best = paired(rounds["one"], rounds[name]), of[plans[name].replica_groups]
             found |= {
-                f"step_{name}_ms": round(float(rounds[name].mean()), 3),
-                f"predicted_{name}_ms": round(best["step_us"] / 1e3, 3),
-                f"bound_{name}_ms": round(best["bound_us"] / 1e3, 3),
-                f"ratio_{name}": ratio["mean"],
+                f"step_{name}_ms": rounds[name].mean(),
+                f"predicted_{name}_ms": best["step_us"] / 1e3,
+                f"bound_{name}_ms": best["bound_us"] / 1e3, f"ratio_{name}": ratio["mean"],
                 f"ratio_{name}_interval": [ratio["low"], ratio["high"]]}
         return {
             **run.about(), "synchronize_every": self.every, "options": options,
             "replica_groups": {name: plans[name].replica_groups for name in options},
             "verified": error <= _TOLERANCE, "largest_difference": error,
-            "step_one_group_ms": round(float(rounds["one"].mean()), 3),
-            "predicted_one_group_ms": round(compared["groups"][1]["step_us"] / 1e3, 3), **found,
+            "step_one_group_ms": rounds["one"].mean(),
+            "predicted_one_group_ms": compared["groups"][1]["step_us"] / 1e3, **found,
             "compared": {name: list(of.values()) for name, of in compared.items()}}
 
 
@@ -322,22 +318,18 @@ class LinkChange(OnCluster):
         slow_ms = statistics.median(steps[changed_at:moved_at])
         entry: dict[str, Any] = {
             **run.about(), "share_after": self.share_after, "verified": error <= _TOLERANCE,
-            "largest_difference": error, "step_before_ms": round(before_ms, 2),
-            "step_slow_ms": round(slow_ms, 2), "step_after_ms": round(after["moved"], 2),
-            "step_fresh_ms": round(after["fresh"], 2),
-            "ratio_fresh": round(after["moved"] / after["fresh"], 4),
-            "steps_until_moved": None,
-            "events": [{"step": e.step, "kind": e.kind, "seconds": round(e.seconds, 3),
-                        "link_mbits": [round(8e3 * x, 2) for x in e.link_gbps]}
-                       for e in events]}
+            "largest_difference": error, "step_before_ms": before_ms, "step_slow_ms": slow_ms,
+            "step_after_ms": after["moved"], "step_fresh_ms": after["fresh"],
+            "ratio_fresh": after["moved"] / after["fresh"], "steps_until_moved": None,
+            "events": [{"step": e.step, "kind": e.kind, "seconds": e.seconds,
+                        "link_mbits": [8e3 * x for x in e.link_gbps]} for e in events]}
         if events[num_early:] and events[-1].kind == "moved":
             found, gain_ms = events[-1].replanning, slow_ms - after["moved"]
             assert found is not None
-            executed = events[-1].seconds * 1e3 / gain_ms if gain_ms > 0 else float("inf")
-            entry |= {"steps_until_moved": moved_at - changed_at,
-                      "move_ms": round(events[-1].seconds * 1e3, 1),
-                      "predicted_move_ms": round(found.copy_us / 1e3, 1),
+            move_ms = events[-1].seconds * 1e3
+            entry |= {"steps_until_moved": moved_at - changed_at, "move_ms": move_ms,
+                      "predicted_move_ms": found.copy_us / 1e3,
                       "network_bytes": found.network_bytes,
-                      "break_even_steps": round(executed, 1),
-                      "predicted_break_even_steps": round(found.break_even_steps, 1)}
+                      "break_even_steps": move_ms / gain_ms if gain_ms > 0 else float("inf"),
+                      "predicted_break_even_steps": found.break_even_steps}
         return entry

@@ -47,11 +47,11 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     made = calibrate_network.joined(hosts, links.host_of, [
         links.rack_of(h) for h in range(links.num_hosts)], unlimited["ns_per_byte"])
     found: dict[str, Any] = {
-        **{key: round(x, 3) for key, x in unlimited.items()}, "phase_us": made.costs.phase_us,
-        "link_mbits": [round(8e3 * d.cross_gbps * len(d.ranks), 2) for d in made.domains],
+        **unlimited, "phase_us": made.costs.phase_us,
+        "link_mbits": [8e3 * d.cross_gbps * len(d.ranks) for d in made.domains],
         "assumed": [] if alone.costs.far_ns else ["far_ns"]}
     if made.racks:
-        found["uplink_mbits"] = [round(8e3 * rack.uplink_gbps, 2) for rack in made.racks]
+        found["uplink_mbits"] = [8e3 * rack.uplink_gbps for rack in made.racks]
     return replace(made, name=f"cluster-{links.num_hosts}x{links.ranks_per_host}"), found
 
 
@@ -96,7 +96,7 @@ def _unlimited(links: Links, base: int) -> dict[str, float]:
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)
-    found = calibrate_network.Exchange().measure(lambda text: None)
+    found = calibrate_network.exchange_costs(lambda text: None)
     times = [(_gather_s(rank < min(base, world_size)), _gather_s(True)) for _ in range(_ROUNDS)]
     few, every = (statistics.median(column) for column in zip(*times, strict=True))
     return {"ns_per_byte": float(found["ns_per_byte"]), "contention": max(1.0, every / few)}

@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from oper.bench.cluster.constants import measured_topology
-from oper.bench.cluster.network import Links, WithWorkload
+from oper.bench.cluster.network import Links, OnHosts
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather, joint_stats, planned
@@ -128,7 +128,7 @@ def plan_all(problem: Problem, whole_model: bool) -> Planned:
     phases = evaluate(plan, problem).phases
     found = Planned(
         [], {}, None if not_certified(plan, problem) else plan.lower_bound_us / 1e3,
-        {p.name: round(p.time_us / 1e3, 3) for p in phases}, {p.name: p.binding for p in phases})
+        {p.name: p.time_us / 1e3 for p in phases}, {p.name: p.binding for p in phases})
     known: dict[Any, Contender] = {}
     for name, make in {"oper": lambda *_: plan, **peers()}.items():
         try:
@@ -192,7 +192,7 @@ class ClusterRun(Run):
     measured: dict[str, Any]
     stats: AccessStats
 
-    def __init__(self, case: WithWorkload, progress: Progress) -> None:
+    def __init__(self, case: OnCluster, progress: Progress) -> None:
         super().__init__(case, progress)
         self.links = case.links
         self.given: list[Any] = []
@@ -239,12 +239,21 @@ class ClusterRun(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class OnCluster(WithWorkload):
-    """Base of the cases that open contenders in a `ClusterRun`."""
+class OnCluster(OnHosts):
+    """Base of the cases that open contenders for the tables of a workload in a `ClusterRun`.
 
-    def start(self, progress: Progress) -> ClusterRun:
-        """The run of the case."""
-        return ClusterRun(self, progress)
+    Attributes:
+        work: the workload.
+        num_batches: number of distinct timed batches.
+        num_stats_batches: number of untimed batches from which access statistics are collected.
+        in_grid: whether the case counts for the summary of the grid.
+    """
+
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    in_grid: bool = False
+    runner: ClassVar[type[ClusterRun]] = ClusterRun
 
     def compare(self, run: Any) -> dict[str, Any]:
         """Open, compare and time the contenders; rank 0 returns the record's entry. Collective."""
@@ -252,7 +261,7 @@ class OnCluster(WithWorkload):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Run `compare` and close all contenders. Collective."""
-        run = self.start(progress)
+        run = self.runner(self, progress)
         try:
             return self.compare(run)
         finally:  # the next case needs the memory

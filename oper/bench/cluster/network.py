@@ -24,7 +24,6 @@ from types import FrameType
 from typing import ClassVar
 
 from oper.bench.core.child import ProcessOptions
-from oper.bench.core.workload import Workload
 from oper.errors import OperError
 from oper.support.locks import locked
 from oper.topology import Topology
@@ -106,23 +105,6 @@ class OnHosts:
     def hosts(self) -> contextlib.AbstractContextManager[list[ProcessOptions]]:
         """The context manager that creates the hosts, see `cluster`."""
         return cluster(self.links)
-
-
-@dataclass(frozen=True, slots=True)
-class WithWorkload(OnHosts):
-    """Base of the cases that look up and train the tables of a workload.
-
-    Attributes:
-        work: the workload.
-        num_batches: number of distinct timed batches.
-        num_stats_batches: number of untimed batches from which access statistics are collected.
-        in_grid: whether the case counts for the summary of the grid.
-    """
-
-    work: Workload
-    num_batches: int = 32
-    num_stats_batches: int = 32
-    in_grid: bool = False
 
 
 def why_not() -> str:

@@ -147,13 +147,12 @@ class _Runs:
         found = {name: {
             "log_loss_difference": difference(losses[name], losses[first]).to_json(),
             "auc_difference": difference(areas[name], areas[first]).to_json(),
-            "fewer_bytes": round(self._sent[first] / self._sent[name], 4),
+            "fewer_bytes": self._sent[first] / self._sent[name],
             "message_bits": self._plans[name].message_bits.to_json(),
             **{k: v for k, v in self._given[name].items() if k != "topology"}}
             for name in others}
         return {
             **(found[others[0]] if len(others) == 1 else {"models": found}),
             "log_loss": {n: bootstrap(x).to_json() for n, x in losses.items()},
-            "auc": {n: round(float(np.mean([auc(z, y) for z in runs])), 6)
-                    for n, runs in self.logits.items()},
+            "auc": {n: np.mean([auc(z, y) for z in runs]) for n, runs in self.logits.items()},
             "samples": y.size, "sent_bytes": self._sent}

@@ -36,14 +36,12 @@ class ProcessOptions:
         environment: environment variables added to, or replacing, those of this process; by default
             the allocator settings (`MALLOC`) that the user has not set.
         cgroup: ``cgroup.procs`` file to which the child's process id is written, or None.
-        sockets: sockets that the child inherits, under the same descriptor numbers.
     """
 
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {
         k: v for k, v in MALLOC.items() if k not in os.environ})
     cgroup: Path | None = None
-    sockets: Sequence[socket.socket] = ()
 
 
 def threads(count: int) -> dict[str, str]:
@@ -85,8 +83,7 @@ class Child:
                 [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
                  str(os.getpid())],
                 env={**_QUIET, **inherited, **options.environment, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL, stdout=_STDERR,
-                pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
+                stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=[theirs.fileno()])
         self.pid = self._process.pid
         if options.cgroup is not None:
             options.cgroup.write_text(str(self.pid))

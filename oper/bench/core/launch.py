@@ -11,16 +11,35 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from oper.bench.core.child import Child, ProcessOptions, threads
-from oper.bench.core.record import BusyClock
+from oper.bench.core.record import BusyClock, rounded
 from oper.errors import OperError
 from oper.support.processes import MALLOC, free_port, trim_memory
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A case that calls ``function(progress, *arguments)``.
+
+    Attributes:
+        name: the case's name.
+        function: a top-level function of a module, which returns the case's figures.
+        arguments: further arguments of `function`.
+    """
+
+    name: str
+    function: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...] = ()
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Call the function."""
+        return self.function(progress, *self.arguments)
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
@@ -30,7 +49,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
     Args:
         cases: picklable objects with a ``name`` and a method ``measure(progress)``, which every
             rank calls after initializing the default process group (gloo; only if `world_size` >
-            1). The result must be representable as JSON.
+            1). The result must be representable as JSON after `record.rounded`.
         world_size: number of processes.
         num_threads: threads of each process, see `child.threads`.
         rank_options: launch options of each rank, whose environment includes the rendezvous
@@ -114,7 +133,7 @@ def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
             if rank == 0:
                 pipe.send(("progress", f"{name}: {text}"))
 
-        pipe.send(("result", json.dumps(case.measure(tell))))
+        pipe.send(("result", json.dumps(rounded(case.measure(tell)))))
         gc.collect()
         trim_memory()  # for the next case, since `MALLOC` keeps freed memory in this process
     if world_size > 1:
@@ -156,21 +175,17 @@ def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _here(case: Any) -> dict[str, Any]:
+    @functools.lru_cache(maxsize=1)
+    def tell(text: str) -> None:
+        """Print the case's progress, except for immediate repetitions."""
+        print(f"  {case.name}: {text}", file=sys.stderr, flush=True)
+
     clock = BusyClock()
-    found = case.measure(teller(case.name))
-    return {"other_busy_cores": round(clock.others(), 2), **found}
+    found = case.measure(tell)
+    return rounded({"other_busy_cores": clock.others(), **found})
 
 
 def _together(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
     first = cases[0]
     with first.hosts() if hasattr(first, "hosts") else contextlib.nullcontext() as rank_options:
         yield from run_workers(cases, first.world_size, first.threads_per_rank, rank_options)
-
-
-def teller(name: str) -> Progress:
-    """A function that prints a case's progress to stderr, except for immediate repetitions."""
-    @functools.lru_cache(maxsize=1)
-    def tell(text: str) -> None:
-        print(f"  {name}: {text}", file=sys.stderr, flush=True)
-
-    return tell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,7 @@ class Run:
             record.interleave(runs, align, 1, 2, before=before)
             clock = record.BusyClock()
             mine = record.interleave(runs, align, turns, calls, before=before)
-            self.others[phase] = round(clock.others(total), 2)
+            self.others[phase] = clock.others(total)
         finally:
             gc.unfreeze()
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
@@ -201,8 +202,8 @@ def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict
     """Median milliseconds per phase of a step, averaged over ranks. Collective. `ticks`: this
     rank's ``phase_ns().values()`` of each step."""
     mine = np.median(np.array(ticks, np.float64), axis=0) / 1e6
-    return {name: round(x / ranks()[1], 4)
-            for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
+    return {name: x / ranks()[1] for name, x in zip(
+        tables.phase_ns(), total(mine.tolist()), strict=True)}
 
 
 def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -246,4 +247,4 @@ def paired(values: np.ndarray, base: np.ndarray) -> dict[str, float]:
     """Geometric mean of ``values[k] / base[k]``, for measurements made in turn, with its 95 %
     bootstrap interval over k: ``mean``, ``low``, ``high``."""
     found = difference(np.log(values), np.log(base))
-    return {k: round(float(np.exp(getattr(found, k))), 4) for k in ("mean", "low", "high")}
+    return {k: math.exp(x) for k, x in asdict(found).items()}

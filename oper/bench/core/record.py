@@ -71,10 +71,8 @@ def _busy_seconds() -> float:
 
 def summary(seconds: np.ndarray) -> dict[str, float]:
     """Median, 10th and 90th percentile and minimum (ms) of float64 [n] seconds, and n."""
-    ms = np.asarray(seconds, np.float64) * 1e3
-    low, middle, high = np.percentile(ms, [10, 50, 90])
-    return {"median_ms": round(float(middle), 4), "p10_ms": round(float(low), 4),
-            "p90_ms": round(float(high), 4), "min_ms": round(float(ms.min()), 4), "n": int(ms.size)}
+    least, low, middle, high = (1e3 * np.percentile(seconds, [0, 10, 50, 90])).tolist()
+    return {"median_ms": middle, "p10_ms": low, "p90_ms": high, "min_ms": least, "n": seconds.size}
 
 
 def elapsed(call: Callable[[], Any]) -> float:
@@ -149,6 +147,18 @@ def command_line(args: argparse.Namespace, *words: str) -> list[str]:
         if value is not True:
             found.append(shlex.quote(str(value)))
     return found
+
+
+def rounded(value: Any) -> Any:
+    """A case's figures for the record: floats to six significant digits, NumPy's arrays and numbers
+    as Python's."""
+    if isinstance(value, Mapping):
+        return {name: rounded(x) for name, x in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [rounded(x) for x in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],

@@ -97,7 +97,7 @@ def timed_ids(work: Workload, rank: int, world_size: int, num_batches: int
 def bags_of(work: Workload, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Ids (int64 [L]) and bag lengths (int64 [B]) of every table, from `batch_ids` output."""
     num_bags = ids.shape[1] // work.pooling
-    return [(row[row != NO_ID] if work.lengths else row, np.full(num_bags, length, np.int64))
+    return [(row[row != NO_ID], np.full(num_bags, length, np.int64))
             for row, length in zip(ids, work.bag_lengths, strict=True)]
 
 
@@ -106,13 +106,10 @@ def make_kjt(work: Workload, ids: np.ndarray) -> Any:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    flat = ids.reshape(-1)
-    if work.lengths:
-        lengths = torch.from_numpy((flat.reshape(-1, work.pooling) != NO_ID).sum(1, np.int32))
-        flat = flat[flat != NO_ID]
-    else:
-        lengths = torch.full((flat.size // work.pooling,), work.pooling, dtype=torch.int32)
-    kjt = KeyedJaggedTensor.from_lengths_sync(work.features, torch.from_numpy(flat), lengths)
+    bags = ids.reshape(-1, work.pooling)
+    lengths = torch.from_numpy((bags != NO_ID).sum(1, np.int32))
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        work.features, torch.from_numpy(bags[bags != NO_ID]), lengths)
     kjt.offsets()
     return kjt
 

@@ -7,14 +7,13 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from oper.bench.core import child
-from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.launch import Progress, Task, run_workers
 from oper.bench.core.planning import gather
 from oper.bench.data.cases import log_file, to_parquet
 from oper.data import Folder, Loader, LoaderOptions
@@ -37,26 +36,22 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
                                                world_size=world_size, prefetch=prefetch))
 
 
-@dataclass(frozen=True, slots=True)
-class _Epochs:
-    """Case that loads the folder `where`, see `_open`."""
+def _epochs(progress: Progress, where: list[Any]) -> dict[str, Any]:
+    """Load the folder `where` (see `_open`) repeatedly. Collective.
 
-    where: list[Any]
-    name: ClassVar[str] = "loader"
-
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Return ``epochs``: rows/s of all ranks in each epoch but the first, by the larger of wall
-        and processor time, and by processor time. Collective."""
-        loader, found = _open(self.where, *ranks()), []
-        for epoch in range(_EPOCHS + 1):
-            loader.set_epoch(epoch)
-            gather(None)
-            begin, cpu = time.perf_counter(), time.process_time()
-            rows = sum(batch.labels.numel() for batch in loader)
-            every = gather((rows, time.perf_counter() - begin, time.process_time() - cpu))
-            found.append((sum(e[0] for e in every) / max(max(e[1:]) for e in every),
-                          sum(e[0] / e[2] for e in every)))
-        return {"epochs": found[1:]}
+    Returns ``epochs``: rows/s of all ranks in each epoch but the first, by the larger of wall and
+    processor time, and by processor time.
+    """
+    loader, found = _open(where, *ranks()), []
+    for epoch in range(_EPOCHS + 1):
+        loader.set_epoch(epoch)
+        gather(None)
+        begin, cpu = time.perf_counter(), time.process_time()
+        rows = sum(batch.labels.numel() for batch in loader)
+        every = gather((rows, time.perf_counter() - begin, time.process_time() - cpu))
+        found.append((sum(e[0] for e in every) / max(max(e[1:]) for e in every),
+                      sum(e[0] / e[2] for e in every)))
+    return {"epochs": found[1:]}
 
 
 def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list[int]]:
@@ -130,7 +125,8 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     size = min(_BATCH, max(1, num_rows // 32))
     where: list[Any] = [str(data), size, min(_WINDOW, 8 * size)]
     cores = len(os.sched_getaffinity(0))
-    one, many = (x["epochs"] for n in (1, cores) for x in run_workers([_Epochs(where)], n))
+    one, many = (x["epochs"] for n in (1, cores) for x in run_workers(
+        [Task("loader", _epochs, (where,))], n))
     exact = _sum_files(data) == child.call(_sum_batches, where)["value"]
     first, num_files, apparent = _first(data, shape, where[1:])
     whole = child.answer(_digests, where, str(state))

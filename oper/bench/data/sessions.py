@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from oper.bench.core import record
-from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.launch import Progress, Task, run_workers
 from oper.bench.core.measure import aligner, over
 from oper.bench.core.planning import gather, slowest
 from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, preprocess
@@ -44,8 +44,9 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
         recipe = generic_recipe("csv", Choice(("user", "item", "history:|", "shops:|"),
                                               label="label"))
         preprocess(recipe, [str(where / "log.csv")], where / "out", PreprocessOptions(min_count=1))
-        job = Steps(str(where / "out"), max(1, min(_BATCH, num_rows // (4 * WORLD_SIZE))))
-        found[name], = run_workers([job], WORLD_SIZE)
+        batch_size = max(1, min(_BATCH, num_rows // (4 * WORLD_SIZE)))
+        found[name], = run_workers(
+            [Task("sessions", _steps, (str(where / "out"), batch_size))], WORLD_SIZE)
     return {"verified": all(x.pop("bit_equal") for x in found.values()), "rows": num_rows,
             "ranks": WORLD_SIZE, "samples_per_session": _SAMPLES, "ids_per_list": _HISTORY,
             **{f"{key}{name}": value for name, x in found.items() for key, value in x.items()}}
@@ -65,63 +66,50 @@ def _write_log(path: Path, num_rows: int, samples: int) -> None:
             file.writelines(f"{k % 2},{user},{next(items)},{lists}\n" for k in range(size))
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Case that times steps on a preprocessed log with all bags and with equal bags stored once.
+def _steps(progress: Progress, folder: str, batch_size: int) -> dict[str, Any]:
+    """Time steps on a preprocessed log with all bags and with equal bags stored once, and compare
+    the results of both kinds of batches. Collective.
 
-    Attributes:
+    Args:
+        progress: function that reports the current activity.
         folder: the preprocessed folder.
         batch_size: samples per rank and batch.
     """
+    import torch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-    folder: str
-    batch_size: int
-    name: ClassVar[str] = "sessions"
+    import oper
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Compare the results of both kinds of batches, and time them. Collective."""
-        import torch
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    about = Folder.open(folder)
+    model: Any = EmbeddingBagCollection([EmbeddingBagConfig(
+        name=f"t_{name}", num_embeddings=rows, embedding_dim=_DIM, feature_names=[name])
+        for name, rows in zip(about.sparse, about.num_rows, strict=True)])
+    batches = {}
+    for name, deduplicated in (("full", ()), ("once", _OF_SESSION)):
+        loader = Loader(folder, "train", LoaderOptions(
+            batch_size, 1 << 15, drop_last=True, group_by="user", deduplicate=deduplicated))
+        batches[name] = [b.sparse_features for b in itertools.islice(loader, _BATCHES)]
+    model = oper.shard(model, oper.collect(batches["full"], model),
+                       optimizer=oper.RowWiseAdagrad(lr=0.01))
+    count, at = len(batches["full"]), about.sparse.index("history")
+    is_equal, distinct = True, 0
+    for full, once in zip(batches["full"], batches["once"], strict=True):
+        with torch.no_grad():
+            is_equal &= torch.equal(model(full).values(), model(once).values())
+        distinct += once.stride_per_key()[at]
+    gradient = torch.randn(batch_size, _DIM * len(about.sparse),
+                           generator=torch.Generator().manual_seed(0))
 
-        import oper
+    def train(batches: Sequence[Any]) -> None:
+        for features in batches:
+            out = model(features).values()
+            out.backward(gradient[:out.shape[0]])
 
-        about = Folder.open(self.folder)
-        model: Any = EmbeddingBagCollection([EmbeddingBagConfig(
-            name=f"t_{name}", num_embeddings=rows, embedding_dim=_DIM, feature_names=[name])
-            for name, rows in zip(about.sparse, about.num_rows, strict=True)])
-        batches = {name: _batches(self, chosen) for name, chosen in (
-            ("full", ()), ("once", _OF_SESSION))}
-        model = oper.shard(model, oper.collect(batches["full"], model),
-                           optimizer=oper.RowWiseAdagrad(lr=0.01))
-        count, at = len(batches["full"]), about.sparse.index("history")
-        is_equal, distinct = True, 0
-        for full, once in zip(batches["full"], batches["once"], strict=True):
-            with torch.no_grad():
-                is_equal &= torch.equal(model(full).values(), model(once).values())
-            distinct += once.stride_per_key()[at]
-        gradient = torch.randn(self.batch_size, _DIM * len(about.sparse),
-                               generator=torch.Generator().manual_seed(0))
-
-        def train(batches: Sequence[Any]) -> None:
-            for features in batches:
-                out = model(features).values()
-                out.backward(gradient[:out.shape[0]])
-
-        progress("steps with all bags, and with those of a session once")
-        spent = record.interleave({name: over([given], train) for name, given in batches.items()},
-                                  aligner(model.tables), _ROUNDS, _PASSES)
-        # A pass takes as long as on its slower rank.
-        full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) / count
-                          for name in batches)
-        return {"bit_equal": all(gather(is_equal)),
-                "duplication": count * self.batch_size / distinct,
-                "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,
-                "ratio_step": full_s / once_s}
-
-
-def _batches(job: Steps, deduplicate: Sequence[str]) -> list[Any]:
-    """This rank's first `_BATCHES` full batches, with equal bags of `deduplicate` stored once."""
-    options = LoaderOptions(job.batch_size, 1 << 15, drop_last=True, group_by="user",
-                            deduplicate=tuple(deduplicate))
-    return [batch.sparse_features for batch, _ in zip(Loader(job.folder, "train", options),
-                                                      range(_BATCHES), strict=False)]
+    progress("steps with all bags, and with those of a session once")
+    spent = record.interleave({name: over([given], train) for name, given in batches.items()},
+                              aligner(model.tables), _ROUNDS, _PASSES)
+    # A pass takes as long as on its slower rank.
+    full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) / count for name in batches)
+    return {"bit_equal": all(gather(is_equal)), "duplication": count * batch_size / distinct,
+            "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,
+            "ratio_step": full_s / once_s}

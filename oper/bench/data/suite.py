@@ -6,11 +6,10 @@ import argparse
 import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oper.bench.core.launch import Progress
+from oper.bench.core.launch import Progress, Task
 from oper.bench.data import cases as data_cases
 from oper.bench.data.increment import increment
 from oper.bench.data.loader import loader
@@ -30,26 +29,19 @@ _KINDS: dict[str, tuple[Callable[[int, Path], dict[str, Any]], int, int]] = {
 FIGURES: tuple[tuple[str, ...], ...] = ()  # no tables: cases have different figures
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A case of ``oper bench data``.
+def measure(progress: Progress, name: str, size: int, shared: str | None) -> dict[str, Any]:
+    """Measure a case; returns the record's entry.
 
-    Attributes:
+    Args:
+        progress: not used.
         name: a key of `_KINDS`.
         size: size of the input, see `_KINDS`.
-        folder: folder for generated logs; None = a temporary folder shared by all cases.
+        shared: folder for generated logs; None = a temporary folder shared by all cases.
     """
-
-    name: str
-    size: int
-    folder: str | None
-
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Measure the case; returns the record's entry."""
-        folder = Path(self.folder or _temporary().name)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{self.name}-", dir=folder) as own:
-            return _KINDS[self.name][0](self.size, Path(own))
+    folder = Path(shared or _temporary().name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder) as own:
+        return _KINDS[name][0](size, Path(own))
 
 
 @functools.cache
@@ -63,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "a temporary folder)")
 
 
-def cases(quick: bool, folder: str | None = None) -> list[Case]:
+def cases(quick: bool, folder: str | None = None) -> list[Task]:
     """All cases; on small data if `quick`."""
-    return [Case(name, small if quick else large, folder)
+    return [Task(name, measure, (name, small if quick else large, folder))
             for name, (_, small, large) in _KINDS.items()]

@@ -54,7 +54,7 @@ def run_demo(args: argparse.Namespace) -> int:
                          "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
-    made = demo(args, folder)
+    made = record.rounded(demo(args, folder))
     found = made | record.record("demo", record.command_line(args, "oper", "demo"), [], load_before)
     record.write(folder / "demo.json", found)
     if args.record:
@@ -70,8 +70,8 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         OperError: a stage failed.
     """
     from oper.analysis import describe
-    from oper.bench.core.launch import run_workers
-    from oper.bench.demo.worker import Training
+    from oper.bench.core.launch import Task, run_workers
+    from oper.bench.demo.worker import Training, train_sharded, train_unsharded
     from oper.data import (
         PreprocessOptions,
         SyntheticLog,
@@ -103,16 +103,16 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with _stage(4, "plan"):
         plan = _plan(folder, case)
     with _stage(5, "train in two processes: OPER and TorchRec on the same batches"):
-        two, = run_workers([case], WORLD_SIZE)
+        two, = run_workers([Task("demo", train_sharded, (case,))], WORLD_SIZE)
     with _stage(6, "train the unsharded model in one process"):
-        one, = run_workers([case], 1)
+        one, = run_workers([Task("demo", train_unsharded, (case,))], 1)
     best = _best(two["sides"], "step")
     check = {name: _compare(folder, name) for name in two["sides"]}
     quality = {"oper": two["sides"]["oper"], "unsharded": one, "torchrec": two["sides"][best]}
     return {
         "synthetic": bool(manifest["synthetic"]),
         "rows": manifest["rows"]["train"] + manifest["rows"]["valid"],
-        "seconds": round(time.monotonic() - began, 1), "folder": str(folder), "log": log,
+        "seconds": time.monotonic() - began, "folder": str(folder), "log": log,
         "data": {"rows": manifest["rows"], "bad_rows": manifest["bad_rows"]["count"],
                  "max_table_rows": MAX_TABLE_ROWS, "skew": describe(stats)},
         "plan_gap": plan["gap"], "plan": plan,
@@ -220,5 +220,5 @@ def _timings(sides: dict[str, Any], best: str) -> dict[str, Any]:
                                     ("dlrm_", "step", "train_step", whole)):
         mine, other = (sides[name][key]["median_ms"] for name in ("oper", plan))
         found |= {f"{prefix}oper_{what}_ms": mine, f"{prefix}torchrec_{what}_ms": other,
-                  f"{prefix}ratio_{what}": round(other / mine, 3)}
+                  f"{prefix}ratio_{what}": other / mine}
     return found

@@ -59,7 +59,6 @@ class Training:
     batch_size: int
     checked_batch_size: int
     rounds: int
-    name: ClassVar[str] = "demo"
     dim: ClassVar[int] = MODEL.dim
 
     @property
@@ -72,12 +71,8 @@ class Training:
         """File of OPER's plan."""
         return str(Path(self.folder) / "plan.json")
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, see `_sharded` and `_unsharded`. Collective."""
-        return (_unsharded if ranks()[1] == 1 else _sharded)(self, progress)
 
-
-def _sharded(case: Training, progress: Progress) -> dict[str, Any]:
+def train_sharded(progress: Progress, case: Training) -> dict[str, Any]:
     """Train, validate and time OPER and TorchRec's plans. Collective.
 
     Returns:
@@ -101,12 +96,12 @@ def _sharded(case: Training, progress: Progress) -> dict[str, Any]:
             results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
     bags = sides["oper"][1]
     return {"sides": results, "page_kind": bags.tables.page_kind,
-            "other_busy_cores": round(others, 2)}
+            "other_busy_cores": others}
 
 
-def _unsharded(case: Training, progress: Progress) -> dict[str, Any]:
+def train_unsharded(progress: Progress, case: Training) -> dict[str, Any]:
     """Train and validate the unsharded model; returns validation AUC and log loss. A step uses the
-    mean loss of the batches that all ranks have in `_sharded`."""
+    mean loss of the batches that all ranks have in `train_sharded`."""
     engine = unsharded(_model(case), OPTIMIZERS)
     logits = []
     shares = [_training_batches(case, rank) for rank in range(case.world_size)]

@@ -133,8 +133,7 @@ class Case(DeviceCase):
         if self.work.exponent == 0:
             overheads = _overheads(self, device, clock, inputs, timings["forward"]["oper"])
         return {
-            **found, "copy_gbps": round(bandwidth, 1),
-            "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
+            **found, "copy_gbps": bandwidth, "floor_ms": floors, **_ratios(timings, floors),
             "resolve_ms": ahead["resolve"]["median_ms"], **overheads,
             "timings": {**timings, "ahead": ahead},
             "bytes_moved": {k: int(v) for k, v in moved.items()}}
@@ -188,15 +187,12 @@ class GraphCase(Case):
             verdict["passed"] &= torch.equal(replayed, side.lookup(inputs))
             runs["replayed"] = lambda k: graph.replay()
         timings = interleave(self, clock, runs)
-        in_a_row = {}
-        for name, call in runs.items():
-            seconds = clock.seconds_in_a_row(functools.partial(call, 0), _IN_A_ROW)
-            in_a_row[f"forward_us_{name}_in_a_row"] = round(1e6 * seconds, 2)
+        in_a_row = {f"forward_us_{name}_in_a_row": 1e6 * clock.seconds_in_a_row(
+            functools.partial(call, 0), _IN_A_ROW) for name, call in runs.items()}
         tables.close()
         return {"verified": verdict["passed"], "verification": {"oper": verdict},
-                "timings": timings,
-                **{f"forward_us_{n}": round(1e3 * t["median_ms"], 2) for n, t in timings.items()},
-                **in_a_row}
+                "timings": timings, **in_a_row,
+                **{f"forward_us_{n}": 1e3 * t["median_ms"] for n, t in timings.items()}}
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
@@ -248,13 +244,13 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
         own = medians.pop("oper")
         found[f"oper_{phase}_ms"] = own
         if phase in floors:
-            found[f"{phase}_fraction_of_floor"] = round(floors[phase] / own, 4)
+            found[f"{phase}_fraction_of_floor"] = floors[phase] / own
         for name, value in medians.items():
             found[f"{name}_{phase}_ms"] = value
         if medians:
-            found[f"ratio_{phase}"] = round(min(medians.values()) / own, 3)
+            found[f"ratio_{phase}"] = min(medians.values()) / own
         if "fbgemm" in medians:
-            found[f"ratio_{phase}_fbgemm"] = round(medians["fbgemm"] / own, 3)
+            found[f"ratio_{phase}_fbgemm"] = medians["fbgemm"] / own
     return found
 
 
@@ -275,14 +271,14 @@ def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Seq
     tables = open_tables(case, device, with_head_plan(case), trained=False)
     times = interleave(case, clock, {
         "head": lambda k: tables.lookup(inputs[k % len(inputs)].lookup)})
-    found["location_overhead"] = round(times["head"]["median_ms"] / plain["median_ms"] - 1, 4)
+    found["location_overhead"] = times["head"]["median_ms"] / plain["median_ms"] - 1
     tables.close()
     peers = _open_peers(case, device, 8)
     for name, once in (("peer_overhead", False), ("staging_overhead", True)):
         peers[0].deduplicate = once
         times = interleave(case, clock, {
             name: lambda k: peers[0].lookup(inputs[k % len(inputs)].lookup)})
-        found[name] = round(times[name]["median_ms"] / plain["median_ms"] - 1, 4)
+        found[name] = times[name]["median_ms"] / plain["median_ms"] - 1
     for t in peers:
         t.close()
     return found

@@ -119,16 +119,16 @@ class DynamicCase(Case):
         for name, side in sides.items():
             if name != "dynamic":
                 side.tables.close()
-        medians, means = ({n: round(1e3 * float(of(s)), 4) for n, s in steps.items()}
+        medians, means = ({n: 1e3 * float(of(s)) for n, s in steps.items()}
                           for of in (np.median, np.mean))
         return run.finish(dynamic.tables, {
             "dynamic_step_ms": medians["dynamic"], "static_step_ms": medians["static"],
             "planned_step_ms": medians["planned"],
-            "ratio_static": round(medians["dynamic"] / medians["static"], 3),
-            "ratio_planned": round(medians["dynamic"] / medians["planned"], 3),
-            "ratio_half": round(medians["dynamic"] / medians.get("half", medians["dynamic"]), 3),
-            "mch_step_ms": means["mch"], "ratio_mch": round(means["mch"] / means["dynamic"], 3),
-            "bytes_per_slot": round(counts["num_bytes"] / counts["rows"], 3),
+            "ratio_static": medians["dynamic"] / medians["static"],
+            "ratio_planned": medians["dynamic"] / medians["planned"],
+            "ratio_half": medians["dynamic"] / medians.get("half", medians["dynamic"]),
+            "mch_step_ms": means["mch"], "ratio_mch": means["mch"] / means["dynamic"],
+            "bytes_per_slot": counts["num_bytes"] / counts["rows"],
             "missed": timed["missed"] / timed["lookups"],
             "evicted_per_step": timed["evicted"] / (dynamic.tables.num_steps - steps_before),
             "load": self.load, "num_slots": self.num_slots, "occupied": counts["occupied"],

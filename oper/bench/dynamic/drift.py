@@ -105,9 +105,9 @@ class DriftCase:
             "auc": {n: bootstrap(x).to_json() for n, x in tables.items()},
             "auc_over": {name: {n: difference(tables[name], tables[n]).to_json()
                                 for n in (HASHED, FIRST_DAY)} for name in RULES},
-            "default_share": {n: np.mean(x, axis=0).round(4).tolist() for n, x in missed.items()},
+            "default_share": {n: np.mean(x, axis=0) for n, x in missed.items()},
             "default_share_foreseen": {
-                n: [round(forecast(t, r, eviction=rule.eviction).default_share, 4)
+                n: [forecast(t, r, eviction=rule.eviction).default_share
                     for t, r in zip(stats, rows[n], strict=True)] for n, rule in RULES.items()}}
 
 

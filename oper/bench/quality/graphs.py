@@ -88,7 +88,7 @@ class Case:
                 key: _interval([s[key] for s in scores[kind] if np.isfinite(s[key])])
                 for key in scores[kind][0]}
         mine, theirs = entry["log_counts"], entry["shares"]
-        entry["ratio_shd"] = (round(mine["shd"]["mean"] / theirs["shd"]["mean"], 4)
+        entry["ratio_shd"] = (mine["shd"]["mean"] / theirs["shd"]["mean"]
                               if theirs["shd"]["mean"] else None)
         entry["verified"] = acyclic and (
             self.num_edges > 0 or mine["false_positive_rate"]["mean"] <= FALSE_POSITIVES)
@@ -126,7 +126,7 @@ class TastesCase:
         """Train all models; returns the record's entry: DCI, SAP and nDCG@10 by model, with
         bootstrap intervals over seeds, and the graphs of models that have one."""
         scores: dict[str, list[dict[str, float]]] = {}
-        graphs: dict[str, list[list[list[float]]]] = {}
+        graphs: dict[str, list[np.ndarray]] = {}
         for seed in range(self.users.num_graphs):
             data, tastes, places = histories_of(self, seed)
             known = true_concepts(self, seed, data)
@@ -144,8 +144,7 @@ class TastesCase:
                 scores.setdefault(name, []).append(
                     found | {"ndcg@10": done.test.summary()["ndcg@10"]})
                 if isinstance(done.model, CaDVAE) and config.graph != "none":
-                    graphs.setdefault(name, []).append(
-                        done.model.adjacency.detach().numpy().round(3).tolist())
+                    graphs.setdefault(name, []).append(done.model.adjacency.detach().numpy())
         return {"case": asdict(self), "graphs": graphs,
                 **{name: {key: _interval([s[key] for s in of_seeds]) for key in of_seeds[0]}
                    for name, of_seeds in scores.items()},

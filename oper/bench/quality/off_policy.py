@@ -102,10 +102,9 @@ def _simulated(case: Case, progress: Progress) -> dict[str, Any]:
     shares = {name: float(np.mean(inside)) for name, inside in covered.items()}
     # With few logs, allow three standard deviations of a share of 0.95 beyond the limits.
     slack = 3 * (0.95 * 0.05 / case.num_logs) ** 0.5 if case.num_logs < 1000 else 0.0
-    return {"value": round(value, 6), "coverage": shares,
-            "bias": {n: round(float(np.mean(e)), 6) for n, e in errors.items()},
-            "rmse": {n: round(float(np.sqrt(np.mean(np.square(e)))), 6)
-                     for n, e in errors.items()},
+    return {"value": value, "coverage": shares,
+            "bias": {n: np.mean(e) for n, e in errors.items()},
+            "rmse": {n: np.sqrt(np.mean(np.square(e))) for n, e in errors.items()},
             "verified": all(COVERAGE[0] - slack <= share <= COVERAGE[1] + slack
                             for share in shares.values())}
 
@@ -163,15 +162,14 @@ def _open_bandit(case: Case) -> dict[str, Any]:
                      clusters=own_visitors, samples=case.samples).intervals["ips"]
 
     def number(x: float) -> float | None:
-        return round(x, 6) if np.isfinite(x) else None  # None: infinite, which equals plain DR
+        return x if np.isfinite(x) else None  # None: infinite, which equals plain DR
 
     return {"rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
             "clusters": int(visitors.max()) + 1, "on_policy": truth.to_json(),
             "on_policy_by_row": bootstrap(own.rewards, case.samples).to_json(),
             "estimates": {name: i.to_json() for name, i in found.intervals.items()},
             "threshold": number(found.threshold), "shrinkage": number(found.shrinkage),
-            "effective_rows": round(found.effective_rows, 1),
-            "largest_weight": round(found.largest_weight, 2),
+            "effective_rows": found.effective_rows, "largest_weight": found.largest_weight,
             "verified": all(np.isfinite([i.low, i.mean, i.high]).all()
                             for i in found.intervals.values())}
 

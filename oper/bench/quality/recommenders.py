@@ -376,13 +376,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                      "between models that were run before and after the interruption.")
 
 
-def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log and cached."""
-    return _load(name, protocol, tuple(data_files(DATA_SETS[name].files)))
-
-
 @functools.cache
-def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
+def load(name: str, protocol: str) -> Interactions:
+    """The interactions of a data set, preprocessed from the raw log."""
     source = DATA_SETS[name]
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
@@ -391,7 +387,7 @@ def _load(name: str, protocol: str, files: tuple[str, ...]) -> Interactions:
         dataclasses.replace(layout, columns=(*layout.columns, *more))
         for layout in recipe.layouts))
     with tempfile.TemporaryDirectory() as folder:
-        preprocess(recipe, files, Path(folder) / "data",
+        preprocess(recipe, data_files(source.files), Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
         return load_interactions(Path(folder) / "data", held.data)
 
@@ -427,9 +423,9 @@ def _about(data: Interactions) -> dict[str, Any]:
     return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
             "interactions": int(data.users.size), "left_out": data.left_out,
             "training_interactions": int(lengths.sum()),
-            "training_interactions_per_user": round(float(np.mean(lengths)), 2),
-            "test_users": int(held.users.size),
-            "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
+            "training_interactions_per_user": np.mean(lengths),
+            "test_users": held.users.size,
+            "targets_per_test_user": held.targets.size / max(1, held.users.size)}
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -138,10 +138,8 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
     """Click-through rates over the visits of all seeds, and of each seed."""
     clicks, pages = (np.concatenate([getattr(e, n) for e in served]) for n in ("clicks", "pages"))
     joint = {kind: x.to_json() for kind, x in click_through_rate(clicks, pages).items()}
-    each = [round(float(e.clicks.sum() / e.pages.sum() / 10), 6) for e in served]
-    return {**joint, "by_seed": each, "visits": int(pages.size),
-            "pages_per_visit": round(float(pages.mean()), 3)}
-
+    return {**joint, "by_seed": [e.clicks.sum() / e.pages.sum() / 10 for e in served],
+            "visits": pages.size, "pages_per_visit": pages.mean()}
 
 
 # ---- returning customers -------------------------------------------------------------------------
@@ -253,8 +251,7 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
     return {name: {"return": bootstrap(clicks[name]).to_json(),
                    "visits": bootstrap(x[VISITED]).to_json(),
                    "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
-                   "pages": round(float(x[PAGES].mean()), 3),
-                   "by_seed": x[CLICKS].mean(axis=1).round(3).tolist()}
+                   "pages": x[PAGES].mean(), "by_seed": x[CLICKS].mean(axis=1)}
             for name, x in every.items()}
 
 
@@ -262,17 +259,15 @@ def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
     """Return the arrays named in `_CONTROL` by seed, the rank correlation of requested and achieved
     returns by seed, and the mean relative errors by quantile."""
     asked = np.array(found["asked"])
-    result: dict[str, Any] = {"quantiles": QUANTILES}
-    result |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
+    result: dict[str, Any] = {"quantiles": QUANTILES} | {name: found[name] for name in _CONTROL}
     for name, suffix in (("served", ""), ("calibrated", "_calibrated")):
         got = np.array(found[name])
         orders = []
         for wanted, achieved in zip(asked, got, strict=True):
             _, at = np.unique(wanted, return_index=True)  # small logs have quantiles that are equal
-            orders.append(round(spearman(wanted[at], achieved[at]), 4))
+            orders.append(spearman(wanted[at], achieved[at]))
         result["spearman" + suffix] = orders
-        result["relative_error" + suffix] = (
-            np.abs(got - asked) / asked.clip(min=1)).mean(0).round(4).tolist()
+        result["relative_error" + suffix] = (np.abs(got - asked) / asked.clip(min=1)).mean(0)
     return result
 
 

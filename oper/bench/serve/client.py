@@ -7,7 +7,6 @@ responses are decoded and compared after the run.
 
 from __future__ import annotations
 
-import heapq
 import select
 import socket
 import threading
@@ -119,7 +118,6 @@ class _Query:
     number: int
     index: int
     begin: float
-    lost: int = 0  # number of failed attempts
 
 
 class _Line:
@@ -188,7 +186,7 @@ class _Sender:
         self._lines: dict[int, _Line] = {}  # by descriptor
         self._asked: Counter[bytes] = Counter()  # queries in flight, by worker
         self._waiting: deque[_Query] = deque()
-        self._again: list[tuple[float, int, _Query]] = []  # retries: a heap by time
+        self._again: deque[tuple[float, _Query]] = deque()  # retries by time
         self._answers: list[tuple[float, float, int, bytes]] = []
         self._failures: list[str] = []
         self._retries = 0
@@ -288,14 +286,13 @@ class _Sender:
     def _later(self, query: _Query, error: Exception | str) -> None:
         """Schedule a retry of a query, or fail it if it was first sent more than `_PATIENCE_S`
         ago."""
-        query.lost += 1
         now = time.monotonic()
         if now - query.begin > _PATIENCE_S:
             self._failures.append(str(error))
             self._finish(query, b"")
         else:
             self._retries += 1
-            heapq.heappush(self._again, (now + _PAUSE_S, query.number, query))
+            self._again.append((now + _PAUSE_S, query))
 
     def _finish(self, query: _Query, answer: bytes) -> None:
         self._answers.append((query.begin, time.monotonic(), query.index, answer))
@@ -309,7 +306,7 @@ class _Sender:
                     if number in self._lines:
                         self._hear(self._lines[number])
                 while self._again and self._again[0][0] <= time.monotonic():
-                    self._waiting.append(heapq.heappop(self._again)[2])
+                    self._waiting.append(self._again.popleft()[1])
                 self._send()
 
     def _hear(self, line: _Line) -> None:

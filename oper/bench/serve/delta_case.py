@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import tempfile
 import time
@@ -185,8 +186,8 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
 
     def swap() -> None:
         for _ in range(case.wholes):
-            found = host.ask("publish", whole)
-            swaps.append(found.end - found.begin)
+            begin, end = host.ask("publish", whole)
+            swaps.append(end - begin)
 
     beside = live.load(2 * case.steps * case.every_s, swap)
     memory = host.ask("memory")
@@ -198,40 +199,36 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     phases = {"quiet": still, "deltas": during, "wholes": [beside]}
     by_round = {name: np.array([np.percentile(p.seen.latency_ms, _PERCENTILES) for p in found])
                 for name, found in phases.items()}  # [rounds, percentiles]
-    latency = {name: dict(zip((f"p{q}" for q in _PERCENTILES),
-                              np.median(found, axis=0).round(3).tolist(), strict=True))
-               for name, found in by_round.items()}
+    latency = {name: dict(zip((f"p{q}" for q in _PERCENTILES), np.median(found, axis=0),
+                              strict=True)) for name, found in by_round.items()}
     quiet_p99 = latency["quiet"]["p99"]
     held = memory["tables"] + memory["dense"]
     errors = sum(p.seen.failed for p in (*still, *during, rest, beside)) + failed + (
         case.deltas - len(made))
-    timed = made[:case.num_timed]
+    timed = made[:case.num_timed] or [Publication(0, math.inf, math.inf)]
     seconds = {"delta": [m.seconds for m in timed], "whole": swaps}
-    lag = np.array([m.lag_s for m in timed] or [np.inf])
+    lag = [m.lag_s for m in timed]
     return {
-        "bytes_share": round(delta_bytes / case.num_timed / whole_bytes, 5),
-        "time_share": round(float(np.median(seconds["delta"] or [np.inf])
-                                  / np.median(seconds["whole"])), 4),
-        "peak_ratio": round(1 + max(p.growth_bytes for p in during) / held, 4),
-        "whole_peak_ratio": round(1 + beside.growth_bytes / held, 4),
-        "lag_p99_s": round(float(np.percentile(lag, 99)), 4),
-        "lag_p50_s": round(float(np.median(lag)), 4),
-        "p99_ratio": round(latency["deltas"]["p99"] / quiet_p99, 4),
-        "whole_p99_ratio": round(latency["wholes"]["p99"] / quiet_p99, 4),
+        "bytes_share": delta_bytes / case.num_timed / whole_bytes,
+        "time_share": np.median(seconds["delta"]) / np.median(seconds["whole"]),
+        "peak_ratio": 1 + max(p.growth_bytes for p in during) / held,
+        "whole_peak_ratio": 1 + beside.growth_bytes / held,
+        "lag_p99_s": np.percentile(lag, 99), "lag_p50_s": np.median(lag),
+        "p99_ratio": latency["deltas"]["p99"] / quiet_p99,
+        "whole_p99_ratio": latency["wholes"]["p99"] / quiet_p99,
         "torn": torn, "errors": errors, "bit_equal": is_equal,
         "verified": not torn and not errors and is_equal and check.moved > 0,
         "deltas": len(made),
         "epochs_seen": int(np.unique(np.concatenate([p.seen.epoch for p in (*during, rest)])).size),
         "latency_ms": latency,
-        "p99_ms_by_round": {name: found[:, _PERCENTILES.index(99)].round(3).tolist()
+        "p99_ms_by_round": {name: found[:, _PERCENTILES.index(99)]
                             for name, found in by_round.items()},
-        "requests": {name: sum(int(p.seen.latency_ms.size) for p in found)
+        "requests": {name: sum(p.seen.latency_ms.size for p in found)
                      for name, found in phases.items()},
-        "publication_ms": {name: round(1e3 * float(np.median(found or [np.inf])), 3)
-                           for name, found in seconds.items()},
+        "publication_ms": {name: 1e3 * np.median(found) for name, found in seconds.items()},
         "delta_bytes": delta_bytes // case.num_timed, "whole_bytes": whole_bytes,
         "least_change_of_scores": check.moved, "server_memory_bytes": memory,
-        "client_cores": round(float(np.mean([p.seen.cores for p in during])), 3)}
+        "client_cores": np.mean([p.seen.cores for p in during])}
 
 
 def _wait(is_done: Callable[[], bool]) -> None:

@@ -29,13 +29,7 @@ from oper.serve.server import FOLLOW_S, Server
 BATCHING = BatchOptions(512, 0.0, 16_384)  # options of every worker
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Start and end of one publication, in seconds on the clock of `time.monotonic`, which all
-    processes share."""
-
-    begin: float
-    end: float
+Swap = tuple[float, float]  # start and end of a publication (s, clock of `time.monotonic`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,4 +184,4 @@ def _swap(server: Server, weights: Any) -> Swap:
         weights = weights["b" if even else "a"]
     begin = time.monotonic()
     server.publish(weights)
-    return Swap(begin, time.monotonic())
+    return begin, time.monotonic()

@@ -126,7 +126,7 @@ class _Live:
 def _summary(seen: Seen) -> dict[str, Any]:
     return {**seen.result.to_json(), "requests": seen.begin.size, "wrong": seen.wrong,
             "failed": seen.failed, "retries": seen.retries, "messages": seen.messages,
-            "client_cores": round(seen.cores, 3)}
+            "client_cores": seen.cores}
 
 
 def _errors(*runs: Seen) -> int:
@@ -149,7 +149,7 @@ def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient]
     case, first, *others = live.case, *sides
     live.progress("looking for the capacity")
     single, searches = live.search({name: run for name, (run, _) in sides.items()}, 0.5)
-    rates = {name: round(found.best()[0], 2) for name, found in searches.items()}
+    rates = {name: found.best()[0] for name, found in searches.items()}
     # If no rate keeps the bound, report the figures of the lowest one.
     target = case.load * (rates[first] or min(r[0] for r in searches[first].to_json()))
     settings = live.at(target, case.seconds, min_queries=case.min_queries)
@@ -165,23 +165,23 @@ def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient]
             busy[name] += cpu() - before
     seen = [x for client in clients for x in client.seen[-_ROUNDS:]]
     queries = sum(x.begin.size for x in seen) / len(clients)  # equal seeds: of every way
-    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+    latency = {name: {p: np.median([r.latency_ms[p] for r in found])
                       for p in ("p50", "p90", "p99")} for name, found in runs.items()}
     errors = _errors(*(x for client in clients for x in client.seen))
     entry = {"queries_per_s": rates[first], "single_ms": single[first].latency_ms["p50"],
              "p99_ms": latency[first]["p99"], "latency_ms": latency,
-             "client_cores": round(float(np.mean([x.cores for x in seen])), 3),
-             "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
-             "target_qps": round(target, 2), "capacity_qps": rates[first],
+             "client_cores": np.mean([x.cores for x in seen]),
+             "cpu_ms_per_query": {n: b / queries * 1e3 for n, b in busy.items()},
+             "target_qps": target, "capacity_qps": rates[first],
              "capacity": {name: {"single_stream": single[name].to_json(), "search": x.to_json()}
                           for name, x in searches.items()},
              "errors": errors, "loadgen": settings.to_json(), "runs": list(map(_summary, seen))}
     for name in others:
         entry |= {f"{name}_queries_per_s": rates[name],
                   f"{name}_single_ms": single[name].latency_ms["p50"],
-                  f"ratio_{name}": round(rates[first] / rates[name], 4) if rates[name] else None}
+                  f"ratio_{name}": rates[first] / rates[name] if rates[name] else None}
     for name in timed[1:]:  # queries per second of processor time
-        entry[f"cpu_ratio_{name}"] = round(busy[name] / busy[first], 4) if busy[first] else 0.0
+        entry[f"cpu_ratio_{name}"] = busy[name] / busy[first] if busy[first] else 0.0
     return entry
 
 
@@ -231,10 +231,9 @@ def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
     # If no rate is valid on a busy machine, use the lowest; the record then has capacity_qps 0.
     target = case.load * (rate or min(r[0] for r in found.to_json()))
     return live.at(target, case.seconds), {
-        "capacity_qps": round(rate, 2), "target_qps": round(target, 2), "capacity": {
+        "capacity_qps": rate, "target_qps": target, "capacity": {
             "single_stream": single["server"].to_json(), "search": found.to_json(),
-            "p99_bound_ms": _SUSTAINED_MS,
-            "server": {"target_qps": round(rate, 2), **result.to_json()}}}
+            "p99_bound_ms": _SUSTAINED_MS, "server": {"target_qps": rate, **result.to_json()}}}
 
 
 def _publish(live: _Live) -> dict[str, Any]:
@@ -260,16 +259,15 @@ def _publish(live: _Live) -> dict[str, Any]:
     quiet.append(live.client.seen[-1])
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
     still = np.concatenate([s.latency_ms for s in quiet])
-    p99, quiet_p99 = float(np.percentile(touched, 99)), float(np.percentile(still, 99))
-    took = np.array([s.end - s.begin for s in swaps])
+    p99, quiet_p99 = np.percentile(touched, 99), np.percentile(still, 99)
+    took_ms = [1e3 * (end - begin) for begin, end in swaps]
     epochs = {int(e) for s in during for e in s.epoch}
     errors = _errors(*quiet, *during)
-    return {"p99_ms": round(p99, 3), "quiet_p99_ms": round(quiet_p99, 3),
-            "ratio_p99": round(p99 / quiet_p99, 3), "errors": errors, "swaps": len(swaps),
+    return {"p99_ms": p99, "quiet_p99_ms": quiet_p99, "ratio_p99": p99 / quiet_p99,
+            "errors": errors, "swaps": len(swaps),
             "verified": not errors and len(swaps) >= case.swaps,
-            "swap_ms": {"median": round(float(np.median(took)) * 1e3, 2),
-                        "max": round(float(took.max()) * 1e3, 2)},
-            "requests_during_swaps": int(touched.size), "epochs_seen": len(epochs),
+            "swap_ms": {"median": np.median(took_ms), "max": max(took_ms)},
+            "requests_during_swaps": touched.size, "epochs_seen": len(epochs),
             **share, "quiet": [_summary(s) for s in quiet],
             "during": [_summary(s) for s in during], "loadgen": settings.to_json()}
 
@@ -277,8 +275,8 @@ def _publish(live: _Live) -> dict[str, Any]:
 def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
     """Requests in flight during any publication, bool [N]."""
     found = np.zeros(seen.begin.size, bool)
-    for swap in swaps:
-        found |= (seen.begin < swap.end) & (seen.end > swap.begin)
+    for begin, end in swaps:
+        found |= (seen.begin < end) & (seen.end > begin)
     return found
 
 
@@ -317,10 +315,10 @@ def _soak(live: _Live) -> dict[str, Any]:
     kept = seen.begin.size / float(seen.end.max() - seen.begin.min()) / target
     return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
             "verified": not errors and replaced and not growth["grows"] and kept >= _KEPT, **growth,
-            "killed_worker_replaced": replaced, "share_of_rate_kept": round(kept, 4),
-            "shares_of_workers_after_the_kill": [round(s / (sum(spent) or 1.0), 3) for s in spent],
-            "seconds": case.seconds, "swaps": swaps,
-            **share, "run": _summary(seen), "loadgen": settings.to_json()}
+            "killed_worker_replaced": replaced, "share_of_rate_kept": kept,
+            "shares_of_workers_after_the_kill": [s / (sum(spent) or 1.0) for s in spent],
+            "seconds": case.seconds, "swaps": swaps, **share, "run": _summary(seen),
+            "loadgen": settings.to_json()}
 
 
 def _growth(samples: list[tuple[float, ...]]) -> dict[str, Any]:

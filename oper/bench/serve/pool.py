@@ -7,13 +7,11 @@ contenders.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import functools
 import gc
 import os
 import select
-import socket
 import threading
 import traceback
 from collections import Counter
@@ -23,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core.child import Child, ProcessOptions, obey
+from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import pss_bytes, unfiled_pss_bytes
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
@@ -45,7 +43,6 @@ _PAIRS = 512  # limit of the queries per message
 @dataclass(slots=True)
 class _Worker:
     process: Child
-    queries: socket.socket
     outstanding: set[int] = field(default_factory=set)  # LoadGen's ids of the queries in work
 
 
@@ -78,19 +75,13 @@ class Pool:
         """Start workers until at least `count` are ready to score."""
         new = range(len(self._workers), count)
         for _ in new:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                process = self._start(_work, (
-                    theirs.fileno(), self.kind, self._served, self._name, self._batching,
-                    self._as_messages), ProcessOptions(sockets=(theirs,)))
-            self._workers.append(_Worker(process, ours))
+            self._workers.append(_Worker(self._start(_work, (
+                self.kind, self._served, self._name, self._batching, self._as_messages))))
         for k in new:
             self._workers[k].process.wait()
 
-    def _start(self, function: Any, arguments: tuple[Any, ...],
-               options: ProcessOptions | None = None) -> Child:
-        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})",
-                     options)
+    def _start(self, function: Any, arguments: tuple[Any, ...]) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})")
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
         """Set threads, samples per batch and variant (see `VARIANTS`) of the first `count`
@@ -151,7 +142,7 @@ class Pool:
                     worker.outstanding.update(numbers)
                 # Without the lock, since this waits for the worker, which waits for `_receive`.
                 with contextlib.suppress(ConnectionError):  # `_receive` answers these
-                    worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
+                    worker.process.send("score", part)
 
         try:
             result = loadgen.run(settings, issue)
@@ -170,8 +161,6 @@ class Pool:
         """Close all processes."""
         for child in self._children():
             child.close()
-        for worker in self._workers:
-            worker.queries.close()
         self._workers.clear()
 
 
@@ -179,24 +168,22 @@ def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int],
              lock: threading.Lock) -> None:
     """Report completed queries to LoadGen, and those of a worker that has exited, until `stop`."""
     poll = select.poll()
-    by_number = {w.queries.fileno(): w for w in workers}
+    by_number = {w.process.pipe.fileno(): w for w in workers}
     for number in by_number:
         poll.register(number, select.POLLIN)
     while not stop.is_set():
         for number, _ in poll.poll(50):
-            worker, done = by_number[number], array.array("Q")
-            data = b""
-            with contextlib.suppress(ConnectionError):
-                data = worker.queries.recv(1 << 16)
-            if not data:
+            worker = by_number[number]
+            try:
+                done: int = worker.process.pipe.recv()
+            except (EOFError, ConnectionError):
                 with lock:
                     lost.append(worker.process.pid)
                 poll.unregister(number)
                 loadgen.complete(list(worker.outstanding))
                 continue
-            done.frombytes(data)
-            worker.outstanding.difference_update(done)
-            loadgen.complete(done.tolist())
+            worker.outstanding.discard(done)
+            loadgen.complete([done])
 
 
 # ---- in the processes ----------------------------------------------------------------------------
@@ -222,15 +209,14 @@ def _published(publication: Any) -> dict[str, Any]:
     return {"tables": publication.memory_bytes()["tables"],
             "row_error": publication.plan.notes.get("row_error", 0.0),
             "page_kind": publication.page_kind,
-            "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
+            "share_of_rows": {d: n / rows.total() for d, n in rows.items()}}
 
 
-def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
-          batching: BatchOptions, as_messages: bool) -> None:
-    """Worker process: score queries from the socket with descriptor `number`."""
+def _work(control: Any, kind: str, served: ServeWork, name: str, batching: BatchOptions,
+          as_messages: bool) -> None:
+    """Worker process: score queries and execute commands until the parent closes `control`."""
     import torch
 
-    queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
     library = [served.query(k) for k in range(served.num_queries)]
     build(served, "meta")  # imports modules, whose memory is not the model's
@@ -244,16 +230,16 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
     # The HTTP messages to decode; empty = queries are used as they are in memory.
     messages = [encode_request(r) for r in library] if as_messages else []
 
-    def done(number: bytes, pending: PendingRequest) -> None:
+    def done(number: int, pending: PendingRequest) -> None:
         if pending.error is not None:  # a failed query must not count as a fast one
             traceback.print_exception(pending.error)
             os._exit(1)
         assert pending.result is not None
         if messages:
             encode_scores(*pending.result, served.signature.name)
-        queries.send(number)
+        control.send(number)
 
-    def submit(number: bytes, index: int) -> None:
+    def submit(number: int, index: int) -> None:
         request = decode_request(*messages[index], served.signature) if messages else library[index]
         batcher.submit(PendingRequest(request, functools.partial(done, number)))
 
@@ -271,30 +257,17 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
         "configure": configure, "memory": lambda: loaded,
         "scores": lambda numbers: np.stack(
             [predictor.predict(served.query(k))[0] for k in numbers])}
-    going = True
-    while going:
-        _serve(queries, control, batcher, submit)
-        going = obey(control, commands)
-
-
-def _serve(queries: socket.socket, control: Any, batcher: Batcher,
-           submit: Callable[[bytes, int], None]) -> None:
-    """Score queries until a command arrives. Like the server's workers, the reading thread scores
-    batches of the queries that have arrived."""
-    poll = select.poll()
-    for end in (queries, control):
-        poll.register(end, select.POLLIN)
-    while True:
-        ready = {number for number, _ in poll.poll(0 if batcher.queued else None)}
-        if queries.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                while data := queries.recv(1 << 16, socket.MSG_DONTWAIT):
-                    pairs = array.array("Q")
-                    pairs.frombytes(data)
-                    for k in range(0, len(pairs), 2):
-                        submit(pairs[k:k + 1].tobytes(), pairs[k + 1])
-                poll.unregister(queries)  # the other end was closed
-        batcher.turn()
-        if control.fileno() in ready and not batcher.queued:
-            return
+    arrived = select.poll()
+    arrived.register(control, select.POLLIN)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pipe
+        while True:
+            # Like the server's workers, score batches of the queries that have arrived.
+            while arrived.poll(0 if batcher.queued else None):
+                command, *words = control.recv()
+                if command != "score":
+                    control.send(commands[command](*words))
+                    continue
+                for number, index in words[0]:
+                    submit(number, index)
+            batcher.turn()
 

@@ -77,7 +77,7 @@ class Search:
 
     def to_json(self) -> list[list[float | bool]]:
         """Every run: rate, p50, p90, p99 (ms), whether VALID."""
-        return [[round(rate_of(k), 1), *(r.latency_ms[p] for p in ("p50", "p90", "p99")), r.valid]
+        return [[rate_of(k), *(r.latency_ms[p] for p in ("p50", "p90", "p99")), r.valid]
                 for k, r in self.runs]
 
 

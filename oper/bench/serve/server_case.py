@@ -74,7 +74,7 @@ class ServerCase:
             found["memory"] = memory[name]
         mine, theirs = (memory[n]["total_pss_bytes"] for n in ("oper-2w", "torchrec-2p"))
         return {"ratio_throughput": entry.pop("ratio_throughput"),
-                "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
+                "ratio_memory": theirs / mine, "p99_ms": entry.pop("p99_ms"),
                 "verified": all(v["passed"] for v in verification.values()),
                 "verification": verification, **entry, "case": asdict(self)}
 
@@ -113,7 +113,7 @@ class _Runner:
                 found = [self(name, replace(at, seed=at.seed + k)) for k in range(2)]
                 p99[way] = sum(r.latency_ms["p99"] for r in found) / 2
             self.ways[name] = min(p99, key=p99.__getitem__)
-            tried[name] = {"{} threads, {} queries, {}".format(*way): round(x, 3)
+            tried[name] = {"{} threads, {} queries, {}".format(*way): x
                            for way, x in p99.items()}
         return rates, tried
 
@@ -142,16 +142,16 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
     found = {name: {
         "kind": kind, "workers": count,
         **dict(zip(("threads", "max_queries", "variant"), run.ways[name], strict=True)),
-        "server": {"target_qps": round(best[name][0], 2), **best[name][1].to_json()},
+        "server": {"target_qps": best[name][0], **best[name][1].to_json()},
         "search": searches[name].to_json(),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
-        "samples_per_s_at_bound": round(best[name][0] * case.served.candidates, 1)}
+        "samples_per_s_at_bound": best[name][0] * case.served.candidates}
         for name, (kind, count) in CONTENDERS.items()}
     (ours, run_at_it), (theirs, _) = best["oper-2w"], best["torchrec-2p"]
     return {
-        "ratio_throughput": round(ours / theirs, 4) if theirs else None,
+        "ratio_throughput": ours / theirs if theirs else None,
         "p99_ms": run_at_it.latency_ms["p99"],
-        "queries_per_s_at_bound": {n: round(rate, 2) for n, (rate, _) in best.items()},
+        "queries_per_s_at_bound": {n: rate for n, (rate, _) in best.items()},
         "floor": found.pop(FLOOR_NAME), "contenders": found,
         "tried": tried,
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),

@@ -9,7 +9,6 @@ expected AUC.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,11 +20,11 @@ from oper.bench.core.record import interleave
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
+from oper.rl_rec.intervals import difference
 from oper.serve.options import BatchOptions
 from oper.train.metrics import auc
 
 _BLOCKS = 32  # blocks of samples, from whose AUCs the interval is computed
-_STUDENT = 2.04  # 97.5 % quantile of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # std and mean of the labels' logits: AUC of about 0.77, 27 % clicks
 _AGAIN = "int8-again"
 _NAMES = ("int8", "tiers", _AGAIN, "int4", "float32")
@@ -81,16 +80,16 @@ class TiersCase:
         quality = {name: _difference(labels, scores[name], scores["int8"])
                    for name in ("tiers", "int4")}
         return {
-            "bytes_ratio": round(chosen["tables"] / published["int8"]["tables"], 4),
-            "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
+            "bytes_ratio": chosen["tables"] / published["int8"]["tables"],
+            "memory_ratio": memory["tiers"] / memory["int8"],
             "queries_ratio": ratio.pop("mean"), "queries_ratio_interval": ratio,
             "queries_ratio_of_equal_sets": paired(rates[_AGAIN], rates["int8"]),
-            "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
+            "queries_per_s": {n: np.median(r) for n, r in rates.items()},
             "single_ms": latency, "auc_difference": quality["tiers"],
             "auc_difference_int4": quality["int4"],
-            "auc": {name: round(auc(s, labels), 6) for name, s in scores.items()},
-            "samples": labels.size,
-            "error": chosen["row_error"], "error_budget": self.error_budget,
+            "auc": {name: auc(s, labels) for name, s in scores.items()},
+            "samples": labels.size, "error": chosen["row_error"],
+            "error_budget": self.error_budget,
             "share_of_rows": chosen["share_of_rows"], "memory_bytes": memory,
             "page_kinds": {name: found["page_kind"] for name, found in published.items()},
             "verified": bool(0 < chosen["row_error"] <= self.error_budget
@@ -115,12 +114,11 @@ def _labels(case: TiersCase, teacher: np.ndarray) -> np.ndarray:
 
 
 def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """AUC of `scores` minus that of `other`: mean over blocks of samples, with 95 % interval."""
+    """AUC of `scores` minus that of `other`: mean over blocks of samples, with bootstrap
+    interval."""
     parts = [np.array_split(x, _BLOCKS) for x in (labels, scores, other)]
-    each = np.array([auc(s, y) - auc(o, y) for y, s, o in zip(*parts, strict=True)])
-    half = _STUDENT * float(each.std(ddof=1)) / math.sqrt(_BLOCKS)
-    mean = float(each.mean())
-    return {"mean": round(mean, 8), "low": round(mean - half, 8), "high": round(mean + half, 8)}
+    each = np.array([(auc(s, y), auc(o, y)) for y, s, o in zip(*parts, strict=True)])
+    return asdict(difference(*each.T))
 
 
 def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress

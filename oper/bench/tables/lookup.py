@@ -141,8 +141,7 @@ class LookupCase(Case):
             **figures, **_figures(timings, moved),
             "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
             "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
-            "timings": timings, "threads_of_peers": self.num_threads,
-            "plan_seconds": round(plan_s, 3)})
+            "timings": timings, "threads_of_peers": self.num_threads, "plan_seconds": plan_s})
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
@@ -169,23 +168,23 @@ def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]
         found += (1e6 * np.median(spent[5:], axis=0)).tolist()
     names = ("python_overhead_us", "torch_call_us", "python_overhead_small_batch_us",
              "torch_call_small_batch_us")
-    return {name: round(us, 1) for name, us in zip(names, slowest(found), strict=True)}
+    return dict(zip(names, slowest(found), strict=True))
 
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
     """The entry's main figures; `moved` is the bytes that all ranks together move per batch."""
     ms = {name: t["median_ms"] for name, t in timings.items()}
     unsharded = min(PEERS, key=ms.__getitem__)
-    ratio = round(ms[unsharded] / ms["oper"], 3)
+    ratio = ms[unsharded] / ms["oper"]
     found = {f"{n}_forward_ms": x for n, x in ms.items() if n != "ceiling"}
     if "ceiling" not in ms:
         sharded = min(PLAN_KINDS, key=ms.__getitem__)
-        return {"ratio_forward": round(ms[sharded] / ms["oper"], 3), "ratio_unsharded": ratio,
+        return {"ratio_forward": ms[sharded] / ms["oper"], "ratio_unsharded": ratio,
                 "torchrec_best": sharded, "unsharded_best": unsharded, **found}
     return {**found, "fastest_peer": unsharded, "ratio_forward": ratio,
             "gather_ceiling_ms": ms["ceiling"],
-            "gather_ceiling_gbps": round(moved / ms["ceiling"] / 1e6, 3),
-            "forward_fraction_of_ceiling": round(ms["ceiling"] / ms["oper"], 4)}
+            "gather_ceiling_gbps": moved / ms["ceiling"] / 1e6,
+            "forward_fraction_of_ceiling": ms["ceiling"] / ms["oper"]}
 
 
 def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: int
@@ -262,7 +261,7 @@ class UpdateCase(Case):
         oper_ms, fbgemm_ms = (timings[n]["median_ms"] for n in threads)
         return run.finish(model.tables, {
             "oper_update_ms": oper_ms, "fbgemm_update_ms": fbgemm_ms,
-            "ratio_update": round(fbgemm_ms / oper_ms, 3),
+            "ratio_update": fbgemm_ms / oper_ms,
             "verified": verification["passed"], "verification": {"oper": verification},
             "bytes_moved": {"update": int(total([moved["step"] - moved["forward"]])[0])},
             "timings": timings, "threads_of_peers": self.num_threads})
@@ -331,7 +330,7 @@ class ScaleCase(Case):
         return run.finish(model.tables, {
             "axis": self.axis, "oper_step_ms": step_ms,
             "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
-            "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
+            "table_gigabytes": sum(work.num_rows) * work.dim * 4 / 1e9,
             "verified": verdict.passed, "verification": {"oper": verdict.to_json()},
             "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
             "timings": timings})
@@ -371,4 +370,4 @@ def line_bytes(work: Workload, distinct_rows: int) -> int:
 
 def _per_byte(ms: float, lines: int) -> float:
     """Nanoseconds per byte of one rank; `lines` is the number of bytes summed over ranks."""
-    return round(ms * 1e6 / lines * ranks()[1], 5)
+    return ms * 1e6 / lines * ranks()[1]

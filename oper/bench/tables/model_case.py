@@ -151,7 +151,8 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
             for name, losses in found.items():
                 gap = abs(losses[step] - mean) / abs(mean)
                 worst[name] = max(worst[name], gap if gap == gap else float("inf"))
-    return {name: float(f"{x:.3g}") for name, x in gather(worst)[0].items()}
+    worst = gather(worst)[0]
+    return worst
 
 
 _Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and output gradients
@@ -213,15 +214,14 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {"plans": {}}
     for phase, by_name in timings.items():
-        means = {name: float(np.mean(t)) for name, t in by_name.items()}
+        means = {name: 1e3 * float(np.mean(t)) for name, t in by_name.items()}
         best = min((name for name in means if name != "oper"), key=means.__getitem__)
-        figures |= {f"oper_{phase}_ms": round(means["oper"] * 1e3, 4),
-                    f"torchrec_{phase}_ms": round(means[best] * 1e3, 4),
-                    f"ratio_{phase}": round(means[best] / means["oper"], 4),
+        figures |= {f"oper_{phase}_ms": means["oper"], f"torchrec_{phase}_ms": means[best],
+                    f"ratio_{phase}": means[best] / means["oper"],
                     f"torchrec_best_{phase}": best}
         for name, seconds in by_name.items():
             figures["plans"].setdefault(name, {})[phase] = {
-                "mean_ms": round(means[name] * 1e3, 4), **record.summary(seconds)}
+                "mean_ms": means[name], **record.summary(seconds)}
     return figures
 
 

@@ -179,7 +179,7 @@ class _TrainRun(Run):
             **self._figures(timings, verdicts, ids), "oper_phases_ms": phases,
             "bytes_read": bytes_read(self._tables), "exchange": self.case.exchange, **sent,
             **self._throughput(timings["step"]),
-            "ceiling": ceiling.settings if ceiling else None, "plan_seconds": round(plan_s, 3)})
+            "ceiling": ceiling.settings if ceiling else None, "plan_seconds": plan_s})
 
     @property
     def _tables(self) -> Any:
@@ -243,7 +243,7 @@ class _TrainRun(Run):
             for k in range(_PHASE_STEPS):
                 side.step(batches[k % len(batches)])
             dist.barrier()
-            found[side.name] = round((record.interface_counters("lo")[0] - before) / _PHASE_STEPS)
+            found[side.name] = (record.interface_counters("lo")[0] - before) / _PHASE_STEPS
         sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
         joint = total(list(sent.values()))
         simulated = sum(self.simulated_bytes(self._tables.plan, range(self.world_size), True,
@@ -271,7 +271,7 @@ class _TrainRun(Run):
         if dense is None:
             return {}
         cores = max(self.case.num_threads, self.world_size)
-        per_core = {name: round(self.work.batch_size / float(np.median(s)) / cores, 2)
+        per_core = {name: self.work.batch_size / float(np.median(s)) / cores
                     for name, s in seconds.items()}
         return {"dense": {"dtype": dense.dtype, **asdict(dense.over(self.work))},
                 "samples_per_core_s": per_core}
@@ -289,19 +289,19 @@ class _TrainRun(Run):
                   for phase, found in timings.items()}
         figures: dict[str, Any] = {}
         for phase, s in median.items():
-            figures |= {f"ratio_{phase}": round(s[best] / s["oper"], 3),
+            figures |= {f"ratio_{phase}": s[best] / s["oper"],
                         f"oper_{phase}_ms": plans["oper"][phase]["median_ms"],
                         f"torchrec_{phase}_ms": plans[best][phase]["median_ms"]}
         if SHIPPED in plans:
             step = median["step"]
-            figures |= {"ratio_shipped": round(step[SHIPPED] / step["oper"], 3)}
+            figures["ratio_shipped"] = step[SHIPPED] / step["oper"]
         if self.is_shared:
             plans["ceiling"] = {"forward": record.summary(timings["forward"]["ceiling"]),
                                 "verification": verdicts.get("ceiling")}
             ceiling = median["forward"]["ceiling"]
             figures |= {
                 "gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
-                "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
-                "forward_fraction_of_ceiling": round(ceiling / median["forward"]["oper"], 4)}
+                "gather_ceiling_gbps": joint["forward"] / ceiling / 1e9,
+                "forward_fraction_of_ceiling": ceiling / median["forward"]["oper"]}
         return {**figures, "torchrec_best": best, "bytes_moved": joint, "plans": plans,
                 "verified": all(v.get("passed") for v in verdicts.values())}
