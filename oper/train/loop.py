@@ -144,6 +144,8 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 since = {}
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 if stop:
+                    if checkpoints:
+                        checkpoints.after(step, True)
                     return done, True
             if checkpoints:
                 with meter.paused():

@@ -113,12 +113,13 @@ class Checkpoints:
                 if kind is None or not issubclass(kind, OperError):  # otherwise already reported
                     _log.warning("%s", error)
 
-    def after(self, step: int) -> None:
-        """Save the checkpoint or delta that is due after `step`, if any. Collective."""
+    def after(self, step: int, interrupted: bool = False) -> None:
+        """Save the checkpoint or delta that is due after `step`, if any; if the run is interrupted
+        and saves checkpoints, a checkpoint is due. Collective."""
         config, self._step = self._config, step
         if self._survivors:
             self._survivors.mark()
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
+        if config.checkpoint_every and (interrupted or step % config.checkpoint_every == 0):
             if self._deltas is None:
                 save_checkpoint(self._folder, self._engine.module, self._tables, self._extra(step))
             else:

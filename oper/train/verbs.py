@@ -41,7 +41,8 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
                         help="continue from the run's last checkpoint (checkpoint_every), if "
                              "there is one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.epilog = ("Ctrl-C saves the state trained so far. For two processes: "
+    parser.epilog = ("Ctrl-C saves the state trained so far and, if checkpoint_every is set, a "
+                     "checkpoint. For two processes: "
                      "torchrun --nproc-per-node 2 --max-restarts 3 -m oper train CONFIG")
 
 
