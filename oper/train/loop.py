@@ -74,7 +74,7 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     total = _total(config, task)
     engine = task.engine()
     done = 0
-    checkpoints = Checkpoints(engine, config) if (
+    checkpoints = Checkpoints(engine, config, task.samples()) if (
         goes_on or config.checkpoint_every or config.start) else None
     with _peer_errors(engine):
         if goes_on and checkpoints:

@@ -31,6 +31,7 @@ from tests.train.test_train import (
     config,
     finish,
     lines,
+    ratings,
     run_ranks,
     start_ranks,
     words,
@@ -133,6 +134,23 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path,
     assert_same_state(tmp_path / "stopped", tmp_path / "calm")
     steps = [x["step"] for x in lines(tmp_path / "stopped") if x["event"] == "train"]
     assert steps == [5, 10, 13]
+
+
+def test_a_recommender_continues_only_with_its_numbers_of_items(tmp_path: Path) -> None:
+    """Training counts number users and items, so other settings of the same size change them."""
+    flags = ratings(tmp_path) | {"checkpoint_every": 2, "max_steps": 2, "epochs": 9}
+    first = flags | {"out": str(tmp_path / "first")}
+    train(load_config(None, first), show_progress=False)
+    by_time = {"interactions.protocol": "time", "interactions.valid": 0.4}
+    for more in ({"interactions.reward_offset": 0.5}, by_time):
+        with pytest.raises(InvalidInputError, match=r"interactions in the checkpoint.*\[inter"):
+            train(load_config(None, first | more), show_progress=False, resume=True)
+    start = flags | {"start": str(tmp_path / "first"), "out": str(tmp_path / "second")}
+    with pytest.raises(InvalidInputError, match="numbering of users and items"):
+        train(load_config(None, start | by_time), show_progress=False)
+    train(load_config(None, start | {"interactions.reward_offset": 0.5}), show_progress=False)
+    assert train(load_config(None, first | {"max_steps": 4}), show_progress=False,
+                 resume=True)["steps"] == 4
 
 
 def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:

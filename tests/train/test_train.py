@@ -266,17 +266,22 @@ def test_a_recommender_in_two_processes(sharding: str, tmp_path: Path) -> None:
     assert shape == (301, 16)
 
 
-def test_a_preprocessed_log(tmp_path: Path) -> None:
+def ratings(folder: Path) -> dict[str, Any]:
+    """Preprocess a small log of ratings; returns the settings of SASRec on it."""
     rows = [(u, 100 + (u * 7 + 3 * k) % 40, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
             for u in range(1, 60) for k in range(12)]
-    log = tmp_path / "ratings.dat"
+    log = folder / "ratings.dat"
     log.write_text("".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows))
-    preprocess(load_recipe("movietweetings"), [str(log)], tmp_path / "data",
+    preprocess(load_recipe("movietweetings"), [str(log)], folder / "data",
                PreprocessOptions(min_count=1, valid="0", test="0"))
     flags = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | SEQUENCES
-    run = load_config(None, {**flags, "data": str(tmp_path / "data"), "model.name": "sasrec",
-                             "out": str(tmp_path / "run"), "epochs": 3, "eval_every": 2,
-                             "interactions.k_core": 2, "eval_users": 20})
+    return {**flags, "data": str(folder / "data"), "model.name": "sasrec",
+            "interactions.k_core": 2}
+
+
+def test_a_preprocessed_log(tmp_path: Path) -> None:
+    run = load_config(None, {**ratings(tmp_path), "out": str(tmp_path / "run"), "epochs": 3,
+                             "eval_every": 2, "eval_users": 20})
     result = train(run, show_progress=False)
     assert result["users"] == 20 and not result["interrupted"]
     events = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -292,6 +297,18 @@ def test_contradictory_configurations_are_refused(tmp_path: Path) -> None:
             load_config(None, {**SMALL, "model.name": "cdt4rec", "out": str(tmp_path), **flags})
     with pytest.raises(InvalidInputError, match="DLRM"):
         load_config(None, {"catalogue.num_items": 5})
+    # Settings that would have no effect.
+    kept = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | {"data": "d"}
+    ranked = {**kept, "model.name": "sasrec"}
+    load_config(None, {**ranked, "eval_users": 5, "interactions.k_core": 2, "start": "s"})
+    for flags, pattern in (
+            ({**ranked, "shuffle": False}, "shuffle"),
+            ({**ranked, "start": "s", "remap": "r"}, "remap='r', expected '' with a recommender"),
+            ({**kept, "eval_users": 5}, "eval_users=5"),
+            ({**kept, "interactions.k_core": 2}, "interactions"),
+            ({**SMALL, "model.name": "sasrec", "interactions.k_core": 2}, "a catalogue")):
+        with pytest.raises(InvalidInputError, match=pattern):
+            load_config(None, flags)
     with pytest.raises(InvalidInputError, match="batch_size"):
         train(config_of("cdt4rec", tmp_path, batch_size=10_000))
 

@@ -150,6 +150,8 @@ class Interactions:
         left_out: by reason, the number of rows of the log that were left out.
         actions: id of each interaction's action, int64 [N], 0 = missing; None without actions.
         content: ids of items' features, int64 [F, num_items], 0 = missing.
+        numbering: 12 hexadecimal digits that identify which users and items have which ids; empty
+            = ids have no other meaning.
     """
 
     users: np.ndarray
@@ -167,6 +169,7 @@ class Interactions:
     left_out: dict[str, int] = field(default_factory=dict)
     actions: np.ndarray | None = None
     content: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    numbering: str = ""
 
     def held_out(self, split: str) -> HeldOut:
         """Return the targets of ``"valid"`` or ``"test"``; raises InvalidInputError otherwise."""
@@ -293,7 +296,7 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         raise InvalidInputError("no interactions are left", "rows left out", left_out,
                                 "fewer than all rows",
                                 "lower interactions.k_core, or preprocess with --min-count 1")
-    _, users = np.unique(log.users, return_inverse=True)
+    raw_users, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
     if options.protocol == "held_out_users":
@@ -301,10 +304,12 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     else:
         cut = _Cut.of(log, options)
     ranks = [_by_count(ids, cut.is_training) for ids in (users, items)]
-    item_ids = np.zeros(raw_items.size + 1, np.int64)
-    item_ids[ranks[1]] = raw_items
+    user_ids, item_ids = (np.zeros(raw.size + 1, np.int64) for raw in (raw_users, raw_items))
+    user_ids[ranks[0]], item_ids[ranks[1]] = raw_users, raw_items
+    numbering = hashlib.sha256(user_ids.tobytes() + item_ids.tobytes()).hexdigest()[:12]
     return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
-                   left_out=left_out, content=_content(log, options, ranks[1]))
+                   left_out=left_out, content=_content(log, options, ranks[1]),
+                   numbering=numbering)
 
 
 def _content(log: Log, options: DataOptions, item_id: np.ndarray) -> np.ndarray:
