@@ -275,6 +275,12 @@ class Interrupt:
                   "stop immediately without saving", file=sys.stderr)
 
 
+def defined(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace undefined metrics by None, since JSON has neither NaN nor infinity."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()}
+
+
 class _MetricsFile:
     """Writes ``metrics.jsonl`` and ``config.json`` to `folder`; does nothing if it is None."""
 
@@ -297,11 +303,9 @@ class _MetricsFile:
 
     def write(self, event: str, **values: Any) -> None:
         if self._file is not None:
-            # JSON has neither NaN nor infinity, so undefined metrics become null.
-            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                     for k, v in values.items()}
+            line = {"event": event, "time": time.time(), **defined(values)}
             with errors_name(self._file.name):
-                self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
+                self._file.write(json.dumps(line) + "\n")
                 self._file.flush()
 
 

@@ -62,12 +62,12 @@ def run_train(args: argparse.Namespace) -> int:
 
     restart = is_restart()
     with _run_folder(config.out, args.force or restart, args.resume), _process_group():
-        from oper.train.loop import train
+        from oper.train.loop import defined, train
         from oper.train.model import ranks
 
         result = train(config, resume=args.resume or restart)
         if ranks()[0] == 0:
-            print(json.dumps(result) if args.json else _text(result))
+            print(json.dumps(defined(result)) if args.json else _text(result))
     return 130 if result["interrupted"] else 0
 
 

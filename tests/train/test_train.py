@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from oper.cli import main
 from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.errors import FileFormatError, InvalidInputError
 from oper.plan import uniform_plan
@@ -21,6 +22,7 @@ from oper.rl_rec.data.catalogue import Catalogue, synthetic_interactions
 from oper.rl_rec.registry import WORKLOADS
 from oper.shmem.settings import deadline_s
 from oper.support.processes import free_port
+from oper.train import loop
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import unsharded
 from oper.train.loop import train
@@ -155,6 +157,15 @@ def test_a_diverged_run_writes_valid_json(prepared: Prepared, tmp_path: Path) ->
     assert math.isnan(result["auc"])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
+
+
+def test_undefined_metrics_are_printed_as_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(loop, "train", lambda *_, **__: {
+        "steps": 3, "interrupted": False, "auc": math.nan, "log_loss": math.inf, "samples": 2})
+    assert main(["train", "--data", "d", "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "steps": 3, "interrupted": False, "auc": None, "log_loss": None, "samples": 2}
 
 
 @pytest.mark.parametrize(("sharding", "cross_layers"), [("oper", 0), ("oper", 2), ("torchrec", 0)])
