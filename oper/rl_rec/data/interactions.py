@@ -192,9 +192,13 @@ class Interactions:
         at = np.arange(self.users.size)
         return at[at < self.train_stop[self.users]]
 
-    def popularity(self) -> np.ndarray:
-        """Count the training interactions of each item, int64 [num_items]; descending from id 1."""
-        return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
+    def popularity(self, positive: bool = False) -> np.ndarray:
+        """Count the training interactions of each item, int64 [num_items], descending from id 1; or
+        only the positive ones, in no order."""
+        rows = self.training_rows()
+        if positive:
+            rows = rows[self.rewards[rows] > 0]
+        return np.bincount(self.items[rows], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Concatenate row indices of K ranges ``first[k]:last[k]``, [L]; and their lengths [K]."""
