@@ -268,7 +268,9 @@ class TrainConfig:
         of_dynamic = {"sharding": "oper", "model_name": "dlrm"}
         num_items, is_dlrm = self.catalogue.num_items, self.model_name == "dlrm"
         _check("catalogue.", self.catalogue,
-               ("num_items", not is_dlrm or not num_items, "0 with a DLRM"))
+               ("num_items", not is_dlrm or not num_items, "0 with a DLRM"),
+               ("num_items", num_items > 0 or self.catalogue == Catalogue(),
+                ">= 2 if other keys of [catalogue] are set"))
         _check(
             "", self,
             ("data", bool(self.data) != bool(num_items),

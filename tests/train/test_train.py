@@ -316,6 +316,7 @@ def test_contradictory_configurations_are_refused(tmp_path: Path) -> None:
             ({**ranked, "shuffle": False}, "shuffle"),
             ({**ranked, "start": "s", "remap": "r"}, "remap='r', expected '' with a recommender"),
             ({**kept, "eval_users": 5}, "eval_users=5"),
+            ({**ranked, "catalogue.length": 30}, "other keys of .catalogue"),
             ({**kept, "interactions.k_core": 2}, "interactions"),
             ({**SMALL, "model.name": "sasrec", "interactions.k_core": 2}, "a catalogue")):
         with pytest.raises(InvalidInputError, match=pattern):

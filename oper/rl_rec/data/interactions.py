@@ -19,6 +19,9 @@ from oper.errors import InvalidInputError, require_fields
 from oper.ranges import Count, Finite, Positive, PositiveAmount, one_of, rules_of
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
+# Protocols, and the options with their defaults that only these protocols have.
+_PROTOCOL_OPTIONS = ((PROTOCOLS[2:], {"valid": 0.1, "test": 0.1}),
+                     (PROTOCOLS[3:], {"fold_in": 0.8, "seed": 0}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,10 @@ class DataOptions:
             ("content", len(set(self.content)) == len(self.content), "every column once"),
             ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
             ("test", users or (0 < self.test < 1 and shares < 1),
-             f"a share between 0 and 1 - valid = {1 - self.valid:g}"))
+             f"a share between 0 and 1 - valid = {1 - self.valid:g}"),
+            *((name, self.protocol in protocols or getattr(self, name) == default,
+               f"{default}, its default, unless protocol is {' or '.join(map(repr, protocols))}")
+              for protocols, defaults in _PROTOCOL_OPTIONS for name, default in defaults.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
