@@ -91,7 +91,8 @@ class CDT4RecConfig(SequenceConfig):
             by the reward head's estimates, without gradient.
         gamma: discount of returns-to-go. With a long horizon, a return almost identifies its logged
             trajectory, so that the action head memorises the log.
-        target_quantile: quantile of the training returns that is the return-to-go in inference.
+        target_quantile: quantile of the training returns that is the return-to-go in inference;
+            that of the logged ones also with ``returns="estimated"``, which vary less.
     """
 
     window: Positive = 20
