@@ -57,8 +57,9 @@ FIGURES = (
     ("policies.*.return", "policies.*.visits", "policies.*.cdt4rec_less", "policies.*.by_seed",
      "asked.spearman", "asked.spearman_calibrated"),
     ("policies.*.step", "policies.*.episode", "policies.*.by_seed"))
-NOTE = ("clicks per page and per visit, for returning customers per customer; bootstrap over "
-        "customers and seeds; simulated customers: no statement on a real shop\n")
+NOTE = ("step: clicks per shown item (ten to a page); episode: its mean over visits; return: "
+        "clicks per returning customer\nbootstrap over customers and seeds; simulated customers: "
+        "no statement on a real shop\n")
 
 
 @dataclass(frozen=True, slots=True)
