@@ -90,7 +90,8 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         resume: str | os.PathLike[str] | None = None) -> Fitted:
     """Train and test one model; seeds torch's global generator.
 
-    Early stopping uses only the validation targets; the test targets are ranked once.
+    Early stopping uses only the validation targets; the test targets are ranked once. It begins
+    after the model's `Recommender.warm_up`, so that all selected weights are of the final loss.
 
     Args:
         name: key of `RECOMMENDERS`.
@@ -212,11 +213,12 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
             step += 1
         if epoch % options.eval_every and epoch < options.epochs:
             continue
-        found = _validate(model, data, options)
-        waited += 1
-        if found > best:
-            best, best_epoch, waited = found, epoch, 0
-            best_state = copy.deepcopy(model.state_dict())
+        if step > model.warm_up(options.epochs * per_epoch):
+            found = _validate(model, data, options)
+            waited += 1
+            if found > best:
+                best, best_epoch, waited = found, epoch, 0
+                best_state = copy.deepcopy(model.state_dict())
         if state is not None:
             state.write(model=model.state_dict(), optimizer=optimizer.state_dict(),
                         random=torch.get_rng_state(), best=best_state,

@@ -42,9 +42,7 @@ def bootstrap(values: np.ndarray, samples: int = SAMPLES) -> Interval:
     table = np.atleast_2d(np.asarray(values, np.float64))
     _check(table, samples)
     num_seeds, num_users = table.shape
-    sums = resampled_sums(table, samples)
-    drawn = np.random.default_rng([0, 1]).integers(0, num_seeds, (samples, num_seeds))
-    means = np.take_along_axis(sums, drawn, 1).mean(1) / num_users
+    means = _resampled_rows(resampled_sums(table, samples)) / (num_seeds * num_users)
     return interval(float(table.mean()), means)
 
 
@@ -64,16 +62,20 @@ def difference(a: np.ndarray, b: np.ndarray) -> Interval:
 
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
-    """Bootstrap sum(numerator) / sum(denominator), both float [N], resampled in pairs."""
-    pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
-    _check(pairs, SAMPLES)
-    if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
+    """Bootstrap sum(numerator) / sum(denominator), resampled in pairs.
+
+    Both have values of N users, float [N], or of S seeds, float [S, N], see `bootstrap`.
+    """
+    pairs = [np.atleast_2d(np.asarray(x, np.float64)) for x in (numerator, denominator)]
+    _check(np.concatenate(pairs), SAMPLES)
+    above, below = pairs
+    if not below.sum() > 0 or (below < 0).any():
         raise InvalidInputError("cannot compute a ratio", "sum and minimum of the denominators",
-                                (float(pairs[1].sum()), float(pairs[1].min())),
+                                (float(below.sum()), float(below.min())),
                                 "a sum > 0, and none negative", "pass counts as denominators")
-    sums = resampled_sums(pairs)
-    sums = sums[sums[:, 1] > 0]
-    return interval(float(pairs[0].sum() / pairs[1].sum()), sums[:, 0] / sums[:, 1])
+    tops, bottoms = (_resampled_rows(resampled_sums(x)) for x in pairs)
+    some = bottoms > 0
+    return interval(float(above.sum() / below.sum()), tops[some] / bottoms[some])
 
 
 def resampled_sums(table: np.ndarray, samples: int = SAMPLES) -> np.ndarray:
@@ -88,6 +90,14 @@ def resampled_sums(table: np.ndarray, samples: int = SAMPLES) -> np.ndarray:
         times = np.stack([np.bincount(rng.integers(0, num, num), minlength=num) for _ in block])
         block[:] = times.astype(np.float64) @ table.T
     return sums
+
+
+def _resampled_rows(sums: np.ndarray) -> np.ndarray:
+    """Sum M of the columns of bootstrap samples [samples, M], drawn with replacement; [samples].
+    The draws are the same in every call."""
+    drawn = np.random.default_rng([0, 1]).integers(0, sums.shape[1], sums.shape)
+    total: np.ndarray = np.take_along_axis(sums, drawn, 1).sum(1)
+    return total
 
 
 def interval(mean: float, samples: np.ndarray) -> Interval:

@@ -97,9 +97,10 @@ def _of_training(model: Callable[[Any, Histories, int], Recommender]
 
 # Recommenders that ``oper train`` supports, sharded or not.
 WORKLOADS: dict[str, Workload] = {
-    "popularity": Workload(PopularityConfig,
-                           lambda c, d, device: Popularity(torch.from_numpy(d.popularity())),
-                           trains=False),
+    "popularity": Workload(
+        PopularityConfig,
+        lambda c, d, device: Popularity(torch.from_numpy(d.popularity(positive=True))),
+        trains=False),
     "gru4rec": Workload(GRU4RecConfig, _of_items(GRU4Rec), _steps),
     "sasrec": Workload(SASRecConfig, _of_items(SASRec), _steps),
     "sqn": Workload(SQNConfig, _of_items(SQN), _steps),

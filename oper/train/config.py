@@ -192,7 +192,8 @@ class TrainConfig:
         topology: topology file for the planner; empty = this host.
         seed: seed of the initial weights and of the order of the rows.
         batch_size: samples per rank and step.
-        shuffle: whether training rows are in random order instead of the order of the log.
+        shuffle: whether training rows are in random order instead of the order of the log (DLRMs;
+            batches of a recommender are always in random order).
         epochs: passes over the training split.
         max_steps: maximum number of steps; 0 = no limit.
         log_every: steps between lines of the metrics file, and between checks for an interrupt.
@@ -205,7 +206,7 @@ class TrainConfig:
             optimizer states; for example the previous day's run. Tables may have grown (``oper
             vocabulary extend``). Requires ``sharding="oper"``.
         remap: re-map that ``oper vocabulary extend --reorder`` wrote between the run of `start`
-            and this one, by which rows are renumbered.
+            and this one, by which rows are renumbered (DLRMs).
         delta_every: steps between deltas, the changed rows, which are written while training
             continues; 0 = none. Requires `checkpoint_every`.
         guard: reaction to non-finite gradients with ``sharding="oper"``. ``"off"``: none;
@@ -225,7 +226,7 @@ class TrainConfig:
         optimizer: optimizers of the tables and of the dense layers.
         dynamic: dynamic tables, for data of raw ids (``oper preprocess --raw-ids``); requires a
             DLRM and ``sharding="oper"``.
-        interactions: conversion of the log to interactions (recommenders).
+        interactions: conversion of the log in `data` to interactions (recommenders).
         catalogue: synthetic interactions, in place of `data` (recommenders).
 
     Raises:
@@ -265,9 +266,11 @@ class TrainConfig:
         is_ours, elsewhere = self.sharding == "oper", f"with sharding={self.sharding!r}"
         plain, ours_only = ("rowwise_adagrad", "sgd"), "0 unless sharding='oper'"
         of_dynamic = {"sharding": "oper", "model_name": "dlrm"}
-        num_items = self.catalogue.num_items
+        num_items, is_dlrm = self.catalogue.num_items, self.model_name == "dlrm"
         _check("catalogue.", self.catalogue,
-               ("num_items", self.model_name != "dlrm" or not num_items, "0 with a DLRM"))
+               ("num_items", not is_dlrm or not num_items, "0 with a DLRM"),
+               ("num_items", num_items > 0 or self.catalogue == Catalogue(),
+                ">= 2 if other keys of [catalogue] are set"))
         _check(
             "", self,
             ("data", bool(self.data) != bool(num_items),
@@ -275,6 +278,12 @@ class TrainConfig:
             ("out", bool(self.out), "a folder to write to"),
             ("seed", self.seed < 2**63, "< 2^63, the limit of torch"),
             ("remap", bool(self.start) or not self.remap, "'' without start"),
+            ("remap", is_dlrm or not self.remap,
+             "'' with a recommender, whose rows are numbered by training counts"),
+            ("shuffle", is_dlrm or self.shuffle, "true with a recommender"),
+            ("eval_users", not is_dlrm or not self.eval_users, "0 with a DLRM"),
+            ("interactions", self.interactions == DataOptions() or not (is_dlrm or num_items),
+             "no keys with a DLRM or a catalogue"),
             *((name, is_ours or not getattr(self, name), f"'' {elsewhere}")
               for name in ("stats", "plan", "topology", "start", "trace")),
             ("start", not self.start or os.path.realpath(self.start) != os.path.realpath(self.out),

@@ -74,7 +74,7 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     total = _total(config, task)
     engine = task.engine()
     done = 0
-    checkpoints = Checkpoints(engine, config) if (
+    checkpoints = Checkpoints(engine, config, task.samples()) if (
         goes_on or config.checkpoint_every or config.start) else None
     with _peer_errors(engine):
         if goes_on and checkpoints:
@@ -144,6 +144,8 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 since = {}
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 if stop:
+                    if checkpoints:
+                        checkpoints.after(step, True)
                     return done, True
             if checkpoints:
                 with meter.paused():
@@ -273,6 +275,12 @@ class Interrupt:
                   "stop immediately without saving", file=sys.stderr)
 
 
+def defined(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace undefined metrics by None, since JSON has neither NaN nor infinity."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()}
+
+
 class _MetricsFile:
     """Writes ``metrics.jsonl`` and ``config.json`` to `folder`; does nothing if it is None."""
 
@@ -295,11 +303,9 @@ class _MetricsFile:
 
     def write(self, event: str, **values: Any) -> None:
         if self._file is not None:
-            # JSON has neither NaN nor infinity, so undefined metrics become null.
-            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                     for k, v in values.items()}
+            line = {"event": event, "time": time.time(), **defined(values)}
             with errors_name(self._file.name):
-                self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
+                self._file.write(json.dumps(line) + "\n")
                 self._file.flush()
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,21 @@ class Checkpoints:
     number of ranks. The dense optimizer's state is the same on all ranks. Generators are not saved,
     since the random numbers of a step depend only on seed, rank and step (`oper.train.tasks`).
 
+    Args:
+        engine: the model.
+        config: the run's configuration.
+        samples: result of `Task.samples`.
+
     Raises:
         InvalidInputError: the model has no collections sharded by OPER.
     """
 
-    def __init__(self, engine: Engine, config: TrainConfig) -> None:
+    def __init__(self, engine: Engine, config: TrainConfig, samples: Mapping[str, str]) -> None:
         from torchrec.optim.keyed import CombinedOptimizer
 
         from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
 
-        self._engine, self._config = engine, config
+        self._engine, self._config, self._samples = engine, config, samples
         self._folder = Path(config.out) / CHECKPOINT
         sharded = {name: m.fused_optimizer for name, m in engine.bare.named_modules()
                    if isinstance(m, ShardedEmbeddingBags | ShardedEmbeddings)}
@@ -113,12 +119,13 @@ class Checkpoints:
                 if kind is None or not issubclass(kind, OperError):  # otherwise already reported
                     _log.warning("%s", error)
 
-    def after(self, step: int) -> None:
-        """Save the checkpoint or delta that is due after `step`, if any. Collective."""
+    def after(self, step: int, interrupted: bool = False) -> None:
+        """Save the checkpoint or delta that is due after `step`, if any; if the run is interrupted
+        and saves checkpoints, a checkpoint is due. Collective."""
         config, self._step = self._config, step
         if self._survivors:
             self._survivors.mark()
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
+        if config.checkpoint_every and (interrupted or step % config.checkpoint_every == 0):
             if self._deltas is None:
                 save_checkpoint(self._folder, self._engine.module, self._tables, self._extra(step))
             else:
@@ -129,7 +136,8 @@ class Checkpoints:
     def _extra(self, step: int) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
-        return {"step": step, "numbering": self._numbering(),
+        samples = {"samples": dict(self._samples)} if self._samples else {}
+        return {"step": step, "numbering": self._numbering(), **samples,
                 "global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle,
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
@@ -145,7 +153,7 @@ class Checkpoints:
 
         Raises:
             InvalidInputError: this run and the saved one differ in the order of samples, the
-                numbering of rows, or dynamic tables.
+                interactions, the numbering of rows, or dynamic tables.
         """
         what = f"cannot continue from {str(self._folder)!r}"
         self._check_dynamic(self._config.out, what)
@@ -157,6 +165,9 @@ class Checkpoints:
                 what, "numbering of the rows in the checkpoint", old,
                 f"{new}, the numbering of {self._config.data!r}",
                 "use the data with which the run was started, or start over with --force")
+        self._check_samples(extra, what, "interactions",
+                            "use the data, [interactions] and [catalogue] with which the run was "
+                            "started, or start over with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
@@ -194,8 +205,20 @@ class Checkpoints:
                 f"cannot start from {str(folder)!r}", "numbering of the rows in the checkpoint",
                 old, f"{new}, the numbering of {self._config.data!r}" if old != new else
                 "a numbering that differs from the data's, since remap is set", todo)
+        # Training counts number the users and items of a recommender.
+        self._check_samples(extra, f"cannot start from {str(folder)!r}", "numbering",
+                            "start from a run on the same interactions, or train anew")
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
         _log.info("starting from step %d of %s", step, folder)
+
+    def _check_samples(self, extra: Mapping[str, Any], what: str, key: str, todo: str) -> None:
+        """Raise InvalidInputError if the entries `key` of `samples` differ; checkpoints of earlier
+        versions have none."""
+        old, new = extra.get("samples", {}).get(key, ""), self._samples.get(key, "")
+        if old and new and old != new:
+            name = "numbering of users and items" if key == "numbering" else key
+            raise InvalidInputError(what, f"{name} in the checkpoint", old,
+                                    f"{new}, as in this run", todo)
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
         """Raise InvalidInputError if dynamic tables of the run in `out` differ from this run's.

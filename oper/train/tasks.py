@@ -44,6 +44,10 @@ class Task(Protocol):
     def about(self) -> dict[str, Any]:
         """Return a JSON-serializable description of the model, for ``config.json``."""
 
+    def samples(self) -> dict[str, str]:
+        """Return what identifies the samples, for checkpoints: ``numbering`` of rows that the
+        data's folder does not determine, and ``interactions``, a digest; {} for a click log."""
+
     def engine(self) -> Engine:
         """Build and shard the model. Collective."""
 
@@ -88,6 +92,9 @@ class ClickTask:
     def about(self) -> dict[str, Any]:
         return describe(self._tables(), len(self.folder.dense)) | {
             "numbering": str(self.folder.manifest.get("numbering", ""))}
+
+    def samples(self) -> dict[str, str]:
+        return {}
 
     def _tables(self) -> tuple[TableSpec, ...]:
         dim, optimizer = self.config.model.dim, self.config.optimizer
@@ -159,6 +166,9 @@ class RecommenderTask:
     def about(self) -> dict[str, Any]:
         return {"num_users": self.data.num_users, "num_items": self.data.num_items,
                 "source": self.data.source, "left_out": self.data.left_out}
+
+    def samples(self) -> dict[str, str]:
+        return {"numbering": self.data.numbering, "interactions": self.data.digest()}
 
     def engine(self) -> Engine:
         model = self.build()

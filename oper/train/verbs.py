@@ -41,7 +41,8 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
                         help="continue from the run's last checkpoint (checkpoint_every), if "
                              "there is one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.epilog = ("Ctrl-C saves the state trained so far. For two processes: "
+    parser.epilog = ("Ctrl-C saves the state trained so far and, if checkpoint_every is set, a "
+                     "checkpoint. For two processes: "
                      "torchrun --nproc-per-node 2 --max-restarts 3 -m oper train CONFIG")
 
 
@@ -61,12 +62,12 @@ def run_train(args: argparse.Namespace) -> int:
 
     restart = is_restart()
     with _run_folder(config.out, args.force or restart, args.resume), _process_group():
-        from oper.train.loop import train
+        from oper.train.loop import defined, train
         from oper.train.model import ranks
 
         result = train(config, resume=args.resume or restart)
         if ranks()[0] == 0:
-            print(json.dumps(result) if args.json else _text(result))
+            print(json.dumps(defined(result)) if args.json else _text(result))
     return 130 if result["interrupted"] else 0
 
 

@@ -12,6 +12,9 @@ from oper.bench.core.report import report
 from oper.bench.quality import graphs
 from oper.bench.quality.graphs import Case, TastesCase, cases, compare, histories_of, simulate
 from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.base import Histories
 from oper.train.engines import Engine, dense_optimizer, is_table
 from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
@@ -169,6 +172,21 @@ def test_users_choose_by_their_tastes() -> None:
         found = (total / count.clip(1))[1:][some]
         assert np.corrcoef(found, tastes[some, concept])[0, 1] > 0.8
     assert data.test.users.size > 300
+
+
+def test_the_codes_of_multvae_are_its_latent_numbers() -> None:
+    """Scores depend on the codes only, so another decoder does not change them."""
+    histories = Histories(torch.arange(3), torch.tensor([1, 5, 2, 7]), torch.ones(4),
+                          torch.tensor([2, 0, 2]))
+    model = MultVAE(9, MultVAEConfig(hidden=8, dim=6, decoder_hidden=5)).eval()
+    codes = graphs.codes_of(model, histories)
+    assert codes.shape == (3, 6, 1)
+    torch.nn.init.zeros_(model.decoder[0].weight)  # type: ignore[arg-type, index]
+    assert np.array_equal(graphs.codes_of(model, histories), codes)
+    decoded = model.decode(torch.from_numpy(codes[..., 0]))
+    assert torch.equal(decoded, model.encode(histories))
+    concepts = CaDVAE(9, CaDVAEConfig(num_concepts=2, hidden=8, dim=4)).eval()
+    assert graphs.codes_of(concepts, histories).shape == (3, 2, 4)
 
 
 def test_codes_of_models_are_scored() -> None:

@@ -28,6 +28,7 @@ from oper.rl_rec.models.hstu import HSTU, HSTUConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.rl_rec.ranking.metrics import NOTHING, Jagged, MetricOptions, RankingMetrics, top_k
+from oper.rl_rec.registry import RECOMMENDERS
 from oper.train.config import OptimizerConfig, TrainConfig
 from oper.train.engines import is_table, unsharded, with_oper
 from tests.rl_rec.rec_support import tastes
@@ -99,6 +100,27 @@ def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interaction
     assert np.array_equal(again.test.per_user["ndcg@10"], mult.per_user["ndcg@10"][1])
     assert again.valid == evaluate_ranking(again.model, data, "valid").summary()["ndcg@10"]
     assert not np.array_equal(mult.per_user["ndcg@10"][0], mult.per_user["ndcg@10"][1])
+
+
+@pytest.mark.parametrize(("name", "changes", "chosen"), [
+    ("sa2c", {}, 3), ("sa2c", {"actor": "supervised"}, 1),
+    ("cdt4rec", {"returns": "estimated"}, 3), ("cdt4rec", {}, 1)])
+def test_weights_before_the_final_loss_are_not_selected(
+        name: str, changes: dict[str, Any], chosen: int, data: Interactions,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations that become worse and worse select the first weights they may."""
+    config = RECOMMENDERS[name].config(dim=8, layers=1, negatives=8, **changes)
+    validated: list[float] = []
+
+    def validate(*_: object) -> float:
+        validated.append(1 / (1 + len(validated)))
+        return validated[-1]
+
+    monkeypatch.setattr(harness, "_validate", validate)
+    # The final loss begins with the third of the six epochs.
+    found = fit(name, config, data, 1, FitOptions(epochs=6, batch_size=64, eval_every=1,
+                                                  patience=2))
+    assert (found.epochs, found.valid, len(validated)) == (chosen, 1.0, 3)
 
 
 @pytest.mark.parametrize("name", ["multvae", "gru4rec"])

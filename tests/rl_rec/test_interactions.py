@@ -84,7 +84,8 @@ def check_users(data: Interactions, expected: dict[int, Told]) -> None:
 @given(logs(), st.sampled_from(["leave_last_two", "time"]), st.sampled_from(["first", "keep"]),
        st.integers(1, 3))
 def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int) -> None:
-    options = DataOptions(k_core=k_core, protocol=protocol, repeats=repeats, valid=0.2, test=0.2)
+    shares = {"valid": 0.2, "test": 0.2} if protocol == "time" else {}
+    options = DataOptions(k_core=k_core, protocol=protocol, repeats=repeats, **shares)
     users = retold(rows, options)
     if not users:
         with pytest.raises(InvalidInputError, match="no interactions"):
@@ -296,7 +297,10 @@ def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
 def test_options_are_checked() -> None:
     for bad in ({"k_core": 0}, {"protocol": "x"}, {"basket": "invoice"}, {"repeats": "last"},
                 {"valid": 0.6, "test": 0.5}, {"valid": 3, "test": 3}, {"only": "some"},
-                {"item_core": -1}, {"fold_in": 1.0}, {"seed": -1}):
+                {"item_core": -1}, {"fold_in": 1.0}, {"seed": -1},
+                # Options that the protocol does not have.
+                {"valid": 0.2}, {"test": 0.3}, {"fold_in": 0.5}, {"seed": 3},
+                {"fold_in": 0.5, "protocol": "time"}):
         with pytest.raises(InvalidInputError, match=next(iter(bad))):
             DataOptions(**bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="basket=''"):

@@ -11,6 +11,7 @@ from rec_support import invented, tastes
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import training_histories
+from oper.rl_rec.data.interactions import DataOptions, Log, from_log
 from oper.rl_rec.harness import FitOptions, fit
 from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig, log_prior
 from oper.rl_rec.models.base import Histories, NegativeSampler
@@ -21,6 +22,7 @@ from oper.rl_rec.models.item_to_item import (
     ItemToItem,
     interaction_matrix,
 )
+from oper.rl_rec.models.popularity import PopularityConfig
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.rl_rec.registry import RECOMMENDERS, WORKLOADS
 
@@ -163,6 +165,21 @@ def test_recvae_trains_encoder_and_decoder_alternately() -> None:
                 if p.grad is not None:
                     p.sub_(0.05 * p.grad)
     assert turns == (["encoder"] * 6 + ["item_out"] * 2) * 2
+
+
+def test_popularity_counts_positive_interactions() -> None:
+    """Targets are positive, so an item that many users dislike is not a good recommendation."""
+    users, times = np.repeat(np.arange(1, 9), 6), np.tile(np.arange(6), 8)
+    items = np.tile(np.arange(1, 7), 8)
+    items[(times >= 4) & (users % 2 == 1)] += 2  # the last two are for validation and test
+    rewards = (items != 1).astype(np.float32)
+    data = from_log(Log(users, items, rewards, times), DataOptions(k_core=1))
+    model = RECOMMENDERS["popularity"].build(PopularityConfig(), data, "cpu")
+    best = model.scores(model.encode(training_histories(data, np.arange(1, 3))),
+                        torch.arange(1, data.num_items))
+    disliked = int(np.flatnonzero(data.item_ids == 1)[0])
+    assert best.shape[0] == 2 and (best[:, disliked - 1] == 0).all() and best.max() == 8
+    assert data.popularity()[disliked] == 8
 
 
 @pytest.mark.parametrize("name", [n for n in RECOMMENDERS if n not in WORKLOADS])

@@ -75,6 +75,27 @@ def test_both_click_through_rates() -> None:
         ratio(np.ones(2), np.zeros(2))
 
 
+def test_visits_of_the_same_customers_are_not_independent() -> None:
+    """Repeating the visits for other seeds adds no information on customers."""
+    rng = np.random.default_rng(3)
+    pages = rng.integers(1, 9, 80)
+    clicks = rng.binomial(10 * pages, rng.uniform(0.1, 0.9, 80))
+    one = click_through_rate(clicks, pages)
+    same = click_through_rate(np.tile(clicks, (6, 1)), np.tile(pages, (6, 1)))
+    for kind, alone in one.items():
+        assert (same[kind].mean, same[kind].low, same[kind].high) == pytest.approx(
+            (alone.mean, alone.low, alone.high))
+    # Policies that differ widen the interval.
+    fewer = np.stack([clicks, clicks // 2, clicks // 4])
+    differ = click_through_rate(fewer, np.tile(pages, (3, 1)))
+    assert differ["step"].high - differ["step"].low > 1.5 * (one["step"].high - one["step"].low)
+    assert differ["step"].mean == pytest.approx(fewer.sum() / (30 * pages.sum()))
+    wrong = np.tile(clicks, (2, 1))
+    wrong[1, 3] = 1000
+    with pytest.raises(InvalidInputError, match=r"visit 83=\(1000"):
+        click_through_rate(wrong, np.tile(pages, (2, 1)))
+
+
 def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
     """95 % intervals cover the true value as often as expected over 300 simulated logs; those of DM
     nearly so."""

@@ -25,7 +25,18 @@ from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
 from tests.support import ROOT, run_here, wait_for
 from tests.train.conftest import Prepared
-from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, train_on, words
+from tests.train.test_train import (
+    SEQUENCES,
+    SMALL,
+    config,
+    finish,
+    lines,
+    ratings,
+    run_ranks,
+    start_ranks,
+    train_on,
+    words,
+)
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
 
@@ -99,6 +110,48 @@ def test_a_recommender_continues(model: str, tmp_path: Path, monkeypatch: pytest
     torch.manual_seed(99)
     train(runs["crashed"], show_progress=False, resume=True)
     assert_same_state(tmp_path / "crashed", tmp_path / "calm")
+
+
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are due every 4 steps; the interrupt ends the run at the next log line, 10."""
+    flags = SMALL | SEQUENCES | {"model.name": "sasrec", "epochs": 50, "max_steps": 13,
+                                 "checkpoint_every": 4, "log_every": 5}
+    runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
+            for name in ("calm", "stopped")}
+    train(runs["calm"], show_progress=False)
+    original, made = Engine.step, []
+
+    def interrupt(self: Engine, batch: Any) -> Any:
+        made.append(1)
+        if len(made) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    monkeypatch.setattr(Engine, "step", interrupt)
+    assert train(runs["stopped"], show_progress=False)["interrupted"] and len(made) == 10
+    assert not train(runs["stopped"], show_progress=False, resume=True)["interrupted"]
+    assert len(made) == 13
+    assert_same_state(tmp_path / "stopped", tmp_path / "calm")
+    steps = [x["step"] for x in lines(tmp_path / "stopped") if x["event"] == "train"]
+    assert steps == [5, 10, 13]
+
+
+def test_a_recommender_continues_only_with_its_numbers_of_items(tmp_path: Path) -> None:
+    """Training counts number users and items, so other settings of the same size change them."""
+    flags = ratings(tmp_path) | {"checkpoint_every": 2, "max_steps": 2, "epochs": 9}
+    first = flags | {"out": str(tmp_path / "first")}
+    train(load_config(None, first), show_progress=False)
+    by_time = {"interactions.protocol": "time", "interactions.valid": 0.4}
+    for more in ({"interactions.reward_offset": 0.5}, by_time):
+        with pytest.raises(InvalidInputError, match=r"interactions in the checkpoint.*\[inter"):
+            train(load_config(None, first | more), show_progress=False, resume=True)
+    start = flags | {"start": str(tmp_path / "first"), "out": str(tmp_path / "second")}
+    with pytest.raises(InvalidInputError, match="numbering of users and items"):
+        train(load_config(None, start | by_time), show_progress=False)
+    train(load_config(None, start | {"interactions.reward_offset": 0.5}), show_progress=False)
+    assert train(load_config(None, first | {"max_steps": 4}), show_progress=False,
+                 resume=True)["steps"] == 4
 
 
 def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from oper.cli import main
 from oper.data import Folder, load_recipe
 from oper.errors import FileFormatError, InvalidInputError
 from oper.plan import uniform_plan
@@ -21,6 +22,7 @@ from oper.rl_rec.data.catalogue import Catalogue, synthetic_interactions
 from oper.rl_rec.registry import WORKLOADS
 from oper.shmem.settings import deadline_s
 from oper.support.processes import free_port
+from oper.train import loop
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import unsharded
 from oper.train.loop import train
@@ -163,6 +165,15 @@ def test_a_diverged_run_writes_valid_json(prepared: Prepared, tmp_path: Path) ->
     assert "NaN" not in text and "Infinity" not in text
 
 
+def test_undefined_metrics_are_printed_as_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(loop, "train", lambda *_, **__: {
+        "steps": 3, "interrupted": False, "auc": math.nan, "log_loss": math.inf, "samples": 2})
+    assert main(["train", "--data", "d", "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "steps": 3, "interrupted": False, "auc": None, "log_loss": None, "samples": 2}
+
+
 @pytest.mark.parametrize(("sharding", "cross_layers"), [("oper", 0), ("oper", 2), ("torchrec", 0)])
 def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str, cross_layers: int
                        ) -> None:
@@ -270,15 +281,20 @@ def test_a_recommender_in_two_processes(sharding: str, tmp_path: Path) -> None:
     assert shape == (301, 16)
 
 
-def test_a_preprocessed_log(tmp_path: Path) -> None:
+def ratings(folder: Path) -> dict[str, Any]:
+    """Preprocess a small log of ratings; returns the settings of SASRec on it."""
     rows = [(u, 100 + (u * 7 + 3 * k) % 40, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
             for u in range(1, 60) for k in range(12)]
-    made(tmp_path, "".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows),
+    made(folder, "".join(f"{u}::{i:07}::{r}::{t}\n" for u, i, r, t in rows),
          load_recipe("movietweetings"), "data", min_count=1, valid="0", test="0")
     flags = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | SEQUENCES
-    run = load_config(None, {**flags, "data": str(tmp_path / "data"), "model.name": "sasrec",
-                             "out": str(tmp_path / "run"), "epochs": 3, "eval_every": 2,
-                             "interactions.k_core": 2, "eval_users": 20})
+    return {**flags, "data": str(folder / "data"), "model.name": "sasrec",
+            "interactions.k_core": 2}
+
+
+def test_a_preprocessed_log(tmp_path: Path) -> None:
+    run = load_config(None, {**ratings(tmp_path), "out": str(tmp_path / "run"), "epochs": 3,
+                             "eval_every": 2, "eval_users": 20})
     result = train(run, show_progress=False)
     assert result["users"] == 20 and not result["interrupted"]
     assert {"train", "valid", "end"} == {e["event"] for e in lines(tmp_path / "run")}
@@ -293,6 +309,19 @@ def test_contradictory_configurations_are_refused(tmp_path: Path) -> None:
             load_config(None, {**SMALL, "model.name": "cdt4rec", "out": str(tmp_path), **flags})
     with pytest.raises(InvalidInputError, match="DLRM"):
         load_config(None, {"catalogue.num_items": 5})
+    # Settings that would have no effect.
+    kept = {k: v for k, v in SMALL.items() if not k.startswith("catalogue")} | {"data": "d"}
+    ranked = {**kept, "model.name": "sasrec"}
+    load_config(None, {**ranked, "eval_users": 5, "interactions.k_core": 2, "start": "s"})
+    for flags, pattern in (
+            ({**ranked, "shuffle": False}, "shuffle"),
+            ({**ranked, "start": "s", "remap": "r"}, "remap='r', expected '' with a recommender"),
+            ({**kept, "eval_users": 5}, "eval_users=5"),
+            ({**ranked, "catalogue.length": 30}, "other keys of .catalogue"),
+            ({**kept, "interactions.k_core": 2}, "interactions"),
+            ({**SMALL, "model.name": "sasrec", "interactions.k_core": 2}, "a catalogue")):
+        with pytest.raises(InvalidInputError, match=pattern):
+            load_config(None, flags)
     with pytest.raises(InvalidInputError, match="batch_size"):
         train(config_of("cdt4rec", tmp_path, batch_size=10_000))
 

@@ -26,7 +26,9 @@ from oper.rl_rec.models.autoencoders.cadvae import (
     without,
 )
 from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
-from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
+from oper.rl_rec.models.autoencoders.item_tables import positives
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.base import Histories, Recommender
 
 # Labels to which a graph is fitted: CaD-VAE's, and each concept's share of a user's items. Shares
 # sum to 1 and are therefore correlated even for independent tastes.
@@ -137,10 +139,8 @@ class TastesCase:
                 done = fit(workload, config, data, seed, FitOptions(
                     epochs=self.epochs, lr=2e-3, eval_every=4, patience=3),
                     functools.partial(_given, given) if given else None)
-                with torch.no_grad():
-                    z = done.model.encode(training_histories(data, np.arange(1, data.num_users)))
-                found = disentanglement(z.reshape(len(z), -1, z.shape[-1] if z.ndim > 2 else 1
-                                                  ).numpy(), tastes)
+                histories = training_histories(data, np.arange(1, data.num_users))
+                found = disentanglement(codes_of(done.model, histories), tastes)
                 scores.setdefault(name, []).append(
                     found | {"ndcg@10": done.test.summary()["ndcg@10"]})
                 if isinstance(done.model, CaDVAE) and config.graph != "none":
@@ -167,6 +167,16 @@ def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
             "macridvae": ("macridvae", MacridVAEConfig(**sizes)),
             "multvae": ("multvae", MultVAEConfig(hidden=64, dim=16 * num_concepts,
                                                  decoder_hidden=64))}
+
+
+@torch.no_grad()
+def codes_of(model: Recommender, histories: Histories) -> np.ndarray:
+    """The users' codes, float32 [N, C, d]: the vector of each concept or, for MultVAE, each latent
+    number (its `encode` returns the decoder's hidden layer)."""
+    if isinstance(model, MultVAE):
+        return model.infer(*positives(histories))[0].unsqueeze(2).numpy()
+    codes: np.ndarray = model.encode(histories).numpy()
+    return codes
 
 
 def true_concepts(case: TastesCase, seed: int, data: Interactions) -> dict[str, torch.Tensor]:

@@ -57,8 +57,9 @@ FIGURES = (
     ("policies.*.return", "policies.*.visits", "policies.*.cdt4rec_less", "policies.*.by_seed",
      "asked.spearman", "asked.spearman_calibrated"),
     ("policies.*.step", "policies.*.episode", "policies.*.by_seed"))
-NOTE = ("clicks per page and per visit, for returning customers per customer; bootstrap over "
-        "visits or customers and seeds; simulated customers: no statement on a real shop\n")
+NOTE = ("step: clicks per shown item (ten to a page); episode: its mean over visits; return: "
+        "clicks per returning customer\nbootstrap over customers and seeds; simulated customers: "
+        "no statement on a real shop\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
-    """Click-through rates over the visits of all seeds, and of each seed."""
-    clicks, pages = (np.concatenate([getattr(e, n) for e in served]) for n in ("clicks", "pages"))
+    """Click-through rates of all seeds, with intervals over customers and seeds, and of each seed.
+    """
+    clicks, pages = (np.stack([getattr(e, n) for e in served]) for n in ("clicks", "pages"))
     joint = {kind: x.to_json() for kind, x in click_through_rate(clicks, pages).items()}
     return {**joint, "by_seed": [e.clicks.sum() / e.pages.sum() / 10 for e in served],
             "visits": pages.size, "pages_per_visit": pages.mean()}

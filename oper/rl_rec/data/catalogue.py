@@ -52,7 +52,9 @@ def synthetic_interactions(catalogue: Catalogue) -> Interactions:
     """Draw interactions with item ids 1..num_items, which are in order of the drawn popularity.
 
     Every user ends with two positive interactions, the validation and the test target. A user may
-    have an item repeatedly. Items without interactions have ids too.
+    have an item repeatedly. Rankings leave out the history, so a target that is in it counts as
+    missed: a quarter of the targets of 40 interactions with 100,000 items, more with fewer items.
+    Items without interactions have ids too.
     """
     c = catalogue
     rng = np.random.default_rng((c.seed, 7))

@@ -19,6 +19,9 @@ from oper.errors import InvalidInputError, require_fields
 from oper.ranges import Count, Finite, Positive, PositiveAmount, one_of, rules_of
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
+# Protocols, and the options with their defaults that only these protocols have.
+_PROTOCOL_OPTIONS = ((PROTOCOLS[2:], {"valid": 0.1, "test": 0.1}),
+                     (PROTOCOLS[3:], {"fold_in": 0.8, "seed": 0}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,10 @@ class DataOptions:
             ("content", len(set(self.content)) == len(self.content), "every column once"),
             ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
             ("test", users or (0 < self.test < 1 and shares < 1),
-             f"a share between 0 and 1 - valid = {1 - self.valid:g}"))
+             f"a share between 0 and 1 - valid = {1 - self.valid:g}"),
+            *((name, self.protocol in protocols or getattr(self, name) == default,
+               f"{default}, its default, unless protocol is {' or '.join(map(repr, protocols))}")
+              for protocols, defaults in _PROTOCOL_OPTIONS for name, default in defaults.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +156,8 @@ class Interactions:
         left_out: by reason, the number of rows of the log that were left out.
         actions: id of each interaction's action, int64 [N], 0 = missing; None without actions.
         content: ids of items' features, int64 [F, num_items], 0 = missing.
+        numbering: 12 hexadecimal digits that identify which users and items have which ids; empty
+            = ids have no other meaning.
     """
 
     users: np.ndarray
@@ -167,6 +175,7 @@ class Interactions:
     left_out: dict[str, int] = field(default_factory=dict)
     actions: np.ndarray | None = None
     content: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    numbering: str = ""
 
     def held_out(self, split: str) -> HeldOut:
         """Return the targets of ``"valid"`` or ``"test"``; raises InvalidInputError otherwise."""
@@ -189,9 +198,13 @@ class Interactions:
         at = np.arange(self.users.size)
         return at[at < self.train_stop[self.users]]
 
-    def popularity(self) -> np.ndarray:
-        """Count the training interactions of each item, int64 [num_items]; descending from id 1."""
-        return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
+    def popularity(self, positive: bool = False) -> np.ndarray:
+        """Count the training interactions of each item, int64 [num_items], descending from id 1; or
+        only the positive ones, in no order."""
+        rows = self.training_rows()
+        if positive:
+            rows = rows[self.rewards[rows] > 0]
+        return np.bincount(self.items[rows], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Concatenate row indices of K ranges ``first[k]:last[k]``, [L]; and their lengths [K]."""
@@ -293,7 +306,7 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         raise InvalidInputError("no interactions are left", "rows left out", left_out,
                                 "fewer than all rows",
                                 "lower interactions.k_core, or preprocess with --min-count 1")
-    _, users = np.unique(log.users, return_inverse=True)
+    raw_users, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
     if options.protocol == "held_out_users":
@@ -301,10 +314,12 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     else:
         cut = _Cut.of(log, options)
     ranks = [_by_count(ids, cut.is_training) for ids in (users, items)]
-    item_ids = np.zeros(raw_items.size + 1, np.int64)
-    item_ids[ranks[1]] = raw_items
+    user_ids, item_ids = (np.zeros(raw.size + 1, np.int64) for raw in (raw_users, raw_items))
+    user_ids[ranks[0]], item_ids[ranks[1]] = raw_users, raw_items
+    numbering = hashlib.sha256(user_ids.tobytes() + item_ids.tobytes()).hexdigest()[:12]
     return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
-                   left_out=left_out, content=_content(log, options, ranks[1]))
+                   left_out=left_out, content=_content(log, options, ranks[1]),
+                   numbering=numbering)
 
 
 def _content(log: Log, options: DataOptions, item_id: np.ndarray) -> np.ndarray:

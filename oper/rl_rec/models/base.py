@@ -134,12 +134,22 @@ class Recommender(nn.Module):
         """Score candidate items int64 [n] for each user, float32 [B, n]; higher = better."""
         raise NotImplementedError
 
+    def warm_up(self, num_steps: int) -> int:
+        """Return how many of the first of `num_steps` training steps have another loss than the
+        configured one. Early stopping selects no weights before the next step."""
+        return 0
+
     def schedule(self, step: int, num_steps: int) -> None:
         """Hook before training step `step` (from 0) of `num_steps`, for annealed weights.
 
         A resumed run may repeat the call for its first step: state must be in the ``state_dict``
         and must not change again.
         """
+
+
+def third_of(num_steps: int) -> int:
+    """Return a third of a number of steps, rounded up."""
+    return -(-num_steps // 3)
 
 
 def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str,

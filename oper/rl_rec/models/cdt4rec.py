@@ -63,6 +63,7 @@ from oper.rl_rec.models.base import (
     make_kjt,
     one_bag,
     padded,
+    third_of,
 )
 from oper.rl_rec.models.state import STATES, ItemState
 from oper.rl_rec.models.transformer import Attention, Block, feed_forward
@@ -90,7 +91,8 @@ class CDT4RecConfig(SequenceConfig):
             by the reward head's estimates, without gradient.
         gamma: discount of returns-to-go. With a long horizon, a return almost identifies its logged
             trajectory, so that the action head memorises the log.
-        target_quantile: quantile of the training returns that is the return-to-go in inference.
+        target_quantile: quantile of the training returns that is the return-to-go in inference;
+            that of the logged ones also with ``returns="estimated"``, which vary less.
     """
 
     window: Positive = 20
@@ -295,9 +297,14 @@ class CDT4Rec(Recommender):
                 EmbeddingBagConfig(name="user", num_embeddings=num_users, feature_names=["user"],
                                    embedding_dim=config.user_dim)])
 
+    def warm_up(self, num_steps: int) -> int:
+        """With ``returns="estimated"``, a third of the steps, with logged returns; otherwise 0."""
+        return third_of(num_steps) if self.config.returns == "estimated" else 0
+
     def schedule(self, step: int, num_steps: int) -> None:
         """With ``returns="estimated"``, use estimated returns after the first third of training."""
-        self.estimate_returns = self.config.returns == "estimated" and 3 * step >= num_steps
+        self.estimate_returns = (self.config.returns == "estimated"
+                                 and step >= self.warm_up(num_steps))
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
         """Make KJTs of the batch's items with new negatives and, with a user table, its users."""

@@ -15,10 +15,10 @@ class PopularityConfig:
 
 
 class Popularity(Recommender):
-    """Scores an item by its number of training interactions.
+    """Scores an item by a count, such as its number of positive training interactions.
 
     Args:
-        counts: training interactions of each item, [num_items], row 0 (padding) included.
+        counts: count of each item, [num_items], row 0 (padding) included.
     """
 
     counts: torch.Tensor

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from oper.ranges import Count, PositiveAmount, ShareBelowOne, one_of
-from oper.rl_rec.models.base import Histories, Sequences, unpadded
+from oper.rl_rec.models.base import Histories, Sequences, third_of, unpadded
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 
 Actor = Annotated[str, one_of("supervised", "advantage", "none")]
@@ -90,10 +90,14 @@ class SQN(SASRec):
         self.critic = nn.Linear(config.dim, 2 * (config.dim + 1))
         self.weigh = False
 
+    def warm_up(self, num_steps: int) -> int:
+        """With ``actor="advantage"``, a third of the steps, without weights; otherwise 0."""
+        return third_of(num_steps) if self.config.actor == "advantage" else 0
+
     def schedule(self, step: int, num_steps: int) -> None:
         """With ``actor="advantage"``, weight L_s by advantages after the first third of training.
         """
-        self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
+        self.weigh = self.config.actor == "advantage" and step >= self.warm_up(num_steps)
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply both value heads to states [N, D]; returns queries [2, N, D], offsets [2, N]."""

@@ -95,7 +95,8 @@ class CaDVAEConfig(ModelConfig):
         sharpness: shares of clusters are the softmax of sharpness * cosine to their centres; 0 =
             each item is in one cluster only.
         graph: ``"fit"``: edges fitted to the labels before training; ``"free"``: all edges, kept
-            acyclic by an augmented Lagrangian; ``"none"``: A = 0.
+            acyclic by an augmented Lagrangian; ``"none"``: A = 0. With learned concepts, which have
+            no labels, ``"fit"`` is the same as ``"free"``, and the terms of the labels are 0.
         threshold: least absolute weight of an edge.
         dropout: probability that an item is dropped from the input.
         unit_mean: scale means to length 1. The KL term of eps then depends on its variance only,
