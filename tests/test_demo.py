@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oper.bench.core import child
-from oper.bench.demo.demo import _compare
+from oper.bench.demo.demo import _compare, _timings
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.train.model import save_state
 from tests.forked import FORKS
@@ -81,3 +81,12 @@ def test_shard_dlrm(launcher: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_each_time_is_compared_with_its_fastest_plan() -> None:
+    ms = {"oper": (1, 1, 1), "table_wise": (2, 6, 8), "mixed": (3, 5, 7)}
+    sides = {name: {what: {"median_ms": x} for what, x in zip(
+        ("step", "forward", "train_step"), of, strict=True)} for name, of in ms.items()}
+    found = _timings(sides, "table_wise")
+    assert (found["ratio_step"], found["ratio_forward"], found["dlrm_ratio_step"]) == (2, 5, 7)
+    assert found["torchrec_plan"] == "table_wise" and found["torchrec_forward_plan"] == "mixed"

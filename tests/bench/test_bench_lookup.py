@@ -226,10 +226,9 @@ def test_two_processes_measure_and_verify(trained: list[dict[str, Any]]) -> None
         shipped = {train.SHIPPED} if entry["name"] == "dlrm" else set()
         assert set(entry["plans"]) == {"oper", "table_wise", "mixed", "ceiling"} | shipped
         assert ("ratio_shipped" in entry) == bool(shipped)
-        best = entry["plans"][entry["torchrec_best"]]
-        assert best["step"]["median_ms"] == entry["torchrec_step_ms"]
-        assert best["step"]["median_ms"] == min(
-            entry["plans"][k]["step"]["median_ms"] for k in ("table_wise", "mixed"))
+        for phase, best in (("step", "torchrec_best"), ("forward", "torchrec_best_forward")):
+            theirs = {k: entry["plans"][k][phase]["median_ms"] for k in ("table_wise", "mixed")}
+            assert entry[f"torchrec_{phase}_ms"] == theirs[entry[best]] == min(theirs.values())
         assert entry["ratio_step"] == pytest.approx(
             entry["torchrec_step_ms"] / entry["oper_step_ms"], rel=1e-2)
         assert entry["plans"]["oper"]["step"]["n"] == 4
@@ -241,6 +240,23 @@ def test_two_processes_measure_and_verify(trained: list[dict[str, Any]]) -> None
     compared = both[1]["plans"]["oper"]["verification"]["max_relative_diff"]
     assert set(compared) == {"pooled", "logits", "rows", "dense", "tables"}
     assert "NOT verified" not in report(both, train.FIGURES)
+
+
+def test_each_phase_is_compared_with_its_fastest_plan() -> None:
+    run: Any = object.__new__(train._TrainRun)
+    run.case, run.is_shared = _train_case("ebc"), False
+    run.rank, run.world_size = 0, 1
+    run.sides = [train.Side(n, torch.nn.Module(), torch.nn.Module(), [], None, [])
+                 for n in ("oper", "table_wise", "mixed")]
+    ms = {"step": (1.0, 4.0, 5.0), "forward": (1.0, 3.0, 2.0)}
+    timings = {phase: {side.name: np.full(3, x / 1e3) for side, x in zip(
+        run.sides, of, strict=True)} for phase, of in ms.items()}
+    found = run._figures(timings, {"oper": {"passed": True}},
+                         [np.zeros((len(WORK.num_rows), WORK.batch_size * WORK.pooling), int)])
+    assert found["torchrec_best"] == "table_wise" and found["torchrec_best_forward"] == "mixed"
+    assert found["ratio_step"] == pytest.approx(4)
+    assert found["ratio_forward"] == pytest.approx(2)
+    assert found["torchrec_forward_ms"] == pytest.approx(2)
 
 
 def test_a_wrong_weight_is_found(trained: list[dict[str, Any]]) -> None:

@@ -90,8 +90,8 @@ def _times(found: Mapping[str, Any]) -> str:
         f"TIME  {training['world_size']} processes with one thread each, dim {training['dim']}, "
         f"{training['batch_size']:,} samples per process, in turns in one run; medians, ms",
         table(("", "OPER", "TorchRec", "TorchRec / OPER"), rows),
-        f"TorchRec by the faster of two plans: {_NAMES[found['torchrec_plan']]} (embeddings), "
-        f"{_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
+        f"TorchRec by the faster of two plans: {_NAMES[found['torchrec_forward_plan']]} (forward), "
+        f"{_NAMES[found['torchrec_plan']]} (step), {_NAMES[found['dlrm_torchrec_plan']]} (DLRM).",
         "Both systems have the allocator settings that make TorchRec fastest.",
         "A step is forward + backward + update. The dense layers are the same work in both.",
         *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; "
