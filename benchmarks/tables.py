@@ -231,6 +231,8 @@ def _front_plans() -> list[list[str]]:
 def _front_serving() -> list[list[str]]:
     server, = load("serve-server")["cases"]
     delta, = load("serve-delta")["cases"]
+    made = delta["case"]
+    num_timed = made["rounds"] * made["steps"]
     http = cases_of("serve-http")
     rates = server["queries_per_s_at_bound"]
     rows = [
@@ -245,9 +247,12 @@ def _front_serving() -> list[list[str]]:
          + "requests that name the user's features once for 128 candidates reach "
          f"{http['candidates']['ratio_full']:.1f} times the rate of full ones",
          "`serve-http.json`"],
-        [f"{delta['deltas']:,} deltas of 1 % of the rows under 330 requests/s over HTTP",
-         f"{delta['errors']} failed, {delta['torn']} torn; in service within "
-         f"{delta['lag_p99_s']:.2f} s (p99); {100 * delta['time_share']:.1f} % of a whole "
+        [f"{delta['deltas']:,} deltas under {made['rate']:.0f} requests/s over HTTP: {num_timed} "
+         f"of {100 * made['changed']:.3g} % of the rows, then {delta['deltas'] - num_timed} of "
+         f"{100 * made['changed'] * made['small']:.3g} %",
+         f"{delta['errors']} failed, {delta['torn']} torn; those of {100 * made['changed']:.3g} %: "
+         f"in service within {delta['lag_p99_s']:.2f} s (p99); {100 * delta['time_share']:.1f} % "
+         "of a whole "
          f"publication's time, peak memory {delta['peak_ratio']:.2f} times that of the weights; "
          f"p99 of requests {delta['p99_ratio']:.2f} times that without deltas",
          "`serve-delta.json`"]]
