@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from oper.bench.core.child import Child
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
@@ -23,7 +24,14 @@ from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train
 from oper.bench.serve.host import Publication
 from oper.bench.serve.live_case import LiveCase, _growth, _overlaps
-from oper.bench.serve.models import FLOOR, KINDS, ServeWork
+from oper.bench.serve.models import (
+    FLOOR,
+    KINDS,
+    ServeWork,
+    TorchPredictor,
+    build,
+    make_predictor,
+)
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, search
 from oper.bench.serve.server_case import _verify
@@ -189,6 +197,23 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+def test_torchrec_keeps_one_copy_of_its_rows() -> None:
+    """Its modules keep the quantised rows twice; without the second copy, scores are the same."""
+    from torchrec.inference.modules import quantize_inference_model
+
+    predictor = make_predictor("torchrec", SMALL, "")
+    copies = [m._table_name_to_quantized_weights for m in predictor._models["eager"].modules()
+              if hasattr(m, "_table_name_to_quantized_weights")]
+    assert copies == [None]
+    shipped = TorchPredictor(quantize_inference_model(
+        build(SMALL, "cpu"), fp_weight_dtype=torch.qint8, quantization_dtype=torch.qint8),
+        SMALL.signature, ("eager",))
+    for variant in predictor.variants:
+        predictor.variant = variant
+        np.testing.assert_allclose(predictor.predict(SMALL.query(0))[0],
+                                   shipped.predict(SMALL.query(0))[0], atol=1e-6)
 
 
 class _Answering:

@@ -29,6 +29,7 @@ KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 mo
 VARIANTS = ("eager", "scripted")  # execution modes of TorchRec's model
 _STATS_BATCHES = 64  # batches from which the hotness of rows is determined
 FLOOR = "floor"  # a fixed amount of computation instead of a model
+_SECOND_COPY = "_table_name_to_quantized_weights"  # TorchRec's attribute, see `_drop_copies`
 _HASHED = bytes(7 << 10)  # input to hash per sample, which takes about as long as OPER's model
 
 
@@ -185,8 +186,17 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
             served.row_dtype]
         model = quantize_inference_model(model, fp_weight_dtype=torch.qint8,
                                          quantization_dtype=dtype)
+        _drop_copies(model)
     trim_memory()
     return TorchPredictor(model, served.signature, VARIANTS if kind == "torchrec" else VARIANTS[:1])
+
+
+def _drop_copies(model: nn.Module) -> None:
+    """Free the quantised rows that TorchRec's modules keep besides those that they look up, so that
+    the measured memory is what scoring needs."""
+    for module in model.modules():
+        if hasattr(module, _SECOND_COPY):
+            setattr(module, _SECOND_COPY, None)
 
 
 def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
