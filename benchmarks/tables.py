@@ -168,8 +168,9 @@ def _front_training() -> list[list[str]]:
     amd, intel = ({key: ratios(record, f"ratio_{key}", tables) for key in ("step", "forward")}
                   for record in ("train", "train-intel"))
     cadvae, cdt4rec = (load(f"train-{model}")["cases"] for model in ("cadvae", "cdt4rec"))
-    update, forward = ([c[key] for c in cases_of(record).values() if key in c] for record, key in (
-        ("lookup", "ratio_update"), ("serve", "ratio_forward")))
+    update, forward, unsharded = (
+        [c[key] for c in cases_of(record).values() if key in c] for record, key in (
+            ("lookup", "ratio_update"), ("serve", "ratio_forward"), ("serve", "ratio_unsharded")))
     return [
         ["training steps (forward, backward, update), 1 and 20 ids per bag, two processes with a "
          "thread each",
@@ -182,7 +183,8 @@ def _front_training() -> list[list[str]]:
         ["lookups without gradient, fp32, 26 tables, 1 and 20 ids per bag, two processes with a "
          "thread each",
          f"{' and '.join(f'{x:.1f}' for x in forward)} times as fast as the faster of two TorchRec "
-         "plans", "`serve.json`"],
+         f"plans, {' and '.join(f'{x:.1f}' for x in unsharded)} times as fast as unsharded "
+         "`nn.EmbeddingBag`s in one process with two threads", "`serve.json`"],
         ["backward pass and update of the same tables, compared with fbgemm's CPU kernels, two "
          "threads", f"{between(update, '.1f')} times as fast (AMD)", "`lookup.json`"],
         ["training steps of CaD-VAE's tables, and of the whole model",
@@ -234,6 +236,7 @@ def _front_serving() -> list[list[str]]:
     made = delta["case"]
     num_timed = made["rounds"] * made["steps"]
     http = cases_of("serve-http")
+    longer, = load("serve-http-intel")["cases"]
     rates = server["queries_per_s_at_bound"]
     ours, theirs = (server["contenders"][n]["memory"]["total_pss_bytes"]
                     for n in ("oper-2w", "torchrec-2p"))
@@ -248,10 +251,13 @@ def _front_serving() -> list[list[str]]:
         ["the same over HTTP, the client on the same two cores",
          "{queries_per_s:.0f}/s, TorchRec quantised behind the same HTTP front end "
          "{torchrec_queries_per_s:.0f}/s: {ratio_torchrec:.1f} times (a slower machine than in "
-         "the row above); a single query takes {single_ms:.1f} ms; ".format(**http["http-10ms"])
-         + "requests that name the user's features once for 128 candidates reach "
+         "the row above); ".format(**http["http-10ms"])
+         + "with at least 3,000 queries in each run, on an Intel machine, {queries_per_s:.0f} and "
+         "{torchrec_queries_per_s:.0f}/s: {ratio_torchrec:.1f} times; a single query takes ".format(
+             **longer) + f"{http['http-10ms']['single_ms']:.1f} ms; "
+         "requests that name the user's features once for 128 candidates reach "
          f"{http['candidates']['ratio_full']:.1f} times the rate of full ones",
-         "`serve-http.json`"],
+         "`serve-http.json`, `serve-http-intel.json`"],
         [f"{delta['deltas']:,} deltas under {made['rate']:.0f} requests/s over HTTP: {num_timed} "
          f"of {100 * made['changed']:.3g} % of the rows, then {delta['deltas'] - num_timed} of "
          f"{100 * made['changed'] * made['small']:.3g} %",
