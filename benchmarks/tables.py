@@ -190,7 +190,8 @@ def _front_training() -> list[list[str]]:
         ["training steps of CaD-VAE's tables, and of the whole model",
          f"{between([c['ratio_embedding'] for c in cadvae], '.1f')}, and "
          f"{between([c['ratio_step'] for c in cadvae], '.1f')} times as fast as TorchRec's best "
-         "sharding", "`train-cadvae.json`"],
+         "sharding (an earlier version, in which OPER reused splits of a batch that an earlier "
+         "call had cached)", "`train-cadvae.json`"],
         ["the same for CDT4Rec, whose transformer takes nearly all the time",
          f"tables {between([c['ratio_embedding'] for c in cdt4rec], '.1f')} times as fast; whole "
          f"model {between([c['ratio_step'] for c in cdt4rec], '.2f')} times: no gain",
