@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -38,17 +39,24 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: i
 
 
 def records() -> str:
-    """By record: its command, its machine, and its number of verified cases."""
+    """By record: its command, its machines, and its number of verified cases. Cases that were
+    resumed from another machine's record name it."""
     rows = []
     for path in sorted(FOLDER.glob("*.json")):
         value = load(path.stem)
         verified = [c["verified"] for c in value["cases"] if "verified" in c]
-        machine = value["machine"]
+        machines = Counter(_machine(c.get("machine", value["machine"])) for c in value["cases"])
+        torch = dict.fromkeys(str(c.get("versions", value["versions"]).get("torch", "-"))
+                              for c in value["cases"])
         rows.append([f"`{path.name}`", f"`{value['command']}`", f"{len(value['cases'])}",
                      f"{sum(verified)}" if verified else "-",
-                     f"{machine['cpu']}, {machine['cores']} cores",
-                     str(value["versions"].get("torch", "-"))])
+                     "; ".join(f"{name}{f' ({n} cases)' * (len(machines) > 1)}"
+                               for name, n in machines.most_common()), ", ".join(torch)])
     return table(["file", "made by", "cases", "verified", "machine", "torch"], rows, 9)
+
+
+def _machine(about: dict[str, Any]) -> str:
+    return f"{about['cpu']}, {about['cores']} cores"
 
 
 def training() -> str:
