@@ -212,3 +212,11 @@ def test_the_cache_is_limited_by_the_cores_and_by_the_reported_size() -> None:
     found = last_level_cache_bytes()
     assert 0 < found <= cores * (4 << 20)
     assert found <= (os.sysconf(_SC_LEVEL3_CACHE_SIZE) or 32 << 20)
+
+
+def test_rank_correlation_of_equal_values() -> None:
+    rising = np.arange(4.0)
+    assert calibrate.spearman(rising, rising ** 3) == pytest.approx(1)
+    # Ranks 0, 2, 2, 2: the order of equal values does not count as found.
+    assert calibrate.spearman(rising, np.array([1.0, 5.0, 5.0, 5.0])) == pytest.approx(0.6 ** 0.5)
+    assert calibrate.spearman(rising, np.ones(4)) == 0

@@ -451,9 +451,16 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's rank correlation of two arrays float64 [n] without ties."""
-    order = [np.argsort(np.argsort(v)).astype(float) for v in (x, y)]
-    return float(np.corrcoef(order)[0, 1])
+    """Spearman's rank correlation of two arrays float64 [n]. Equal values have the mean of their
+    ranks; 0 if all values of an array are equal, which determines no order."""
+    ranks = [_ranks(v) for v in (x, y)]
+    return float(np.corrcoef(ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[which]
+    return ranks
 
 
 def as_toml(topology: Topology) -> str:
