@@ -187,7 +187,8 @@ def _front_training() -> list[list[str]]:
          f"{amd['forward']}, and {intel['forward']} times. A whole DLRM, whose dense layers take "
          f"most of the time (AMD): {ratios('train', 'ratio_step', whole)} times with the same "
          f"dense code on both sides, {ratios('train', 'ratio_shipped', whole)} times compared with "
-         "TorchRec's DLRM as shipped", "`train.json`, `train-intel.json`"],
+         "TorchRec's DLRM as shipped under its table-wise plan, which is not its faster one",
+         "`train.json`, `train-intel.json`"],
         ["lookups without gradient, fp32, 26 tables, 1 and 20 ids per bag, two processes with a "
          "thread each",
          f"{' and '.join(f'{x:.1f}' for x in forward)} times as fast as the faster of two TorchRec "

@@ -223,7 +223,7 @@ def test_two_processes_measure_and_verify(trained: list[dict[str, Any]]) -> None
     for entry in both:
         assert set(entry) >= KEYS
         assert entry["verified"] is True, entry["plans"]
-        shipped = {train.SHIPPED} if entry["name"] == "dlrm" else set()
+        shipped = set(train.SHIPPED.values()) if entry["name"] == "dlrm" else set()
         assert set(entry["plans"]) == {"oper", "table_wise", "mixed", "ceiling"} | shipped
         assert ("ratio_shipped" in entry) == bool(shipped)
         for phase, best in (("step", "torchrec_best"), ("forward", "torchrec_best_forward")):
@@ -247,8 +247,8 @@ def test_each_phase_is_compared_with_its_fastest_plan() -> None:
     run.case, run.is_shared = _train_case("ebc"), False
     run.rank, run.world_size = 0, 1
     run.sides = [train.Side(n, torch.nn.Module(), torch.nn.Module(), [], None, [])
-                 for n in ("oper", "table_wise", "mixed")]
-    ms = {"step": (1.0, 4.0, 5.0), "forward": (1.0, 3.0, 2.0)}
+                 for n in ("oper", "table_wise", "mixed", *train.SHIPPED.values())]
+    ms = {"step": (1.0, 4.0, 5.0, 9.0, 8.0), "forward": (1.0, 3.0, 2.0, 3.0, 4.0)}
     timings = {phase: {side.name: np.full(3, x / 1e3) for side, x in zip(
         run.sides, of, strict=True)} for phase, of in ms.items()}
     found = run._figures(timings, {"oper": {"passed": True}},
@@ -256,6 +256,7 @@ def test_each_phase_is_compared_with_its_fastest_plan() -> None:
     assert found["torchrec_best"] == "table_wise" and found["torchrec_best_forward"] == "mixed"
     assert found["ratio_step"] == pytest.approx(4)
     assert found["ratio_forward"] == pytest.approx(2)
+    assert found["ratio_shipped"] == pytest.approx(8)
     assert found["torchrec_forward_ms"] == pytest.approx(2)
 
 

@@ -44,9 +44,9 @@ MLPERF = {
     "dlrm-dcnv2": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256),
                              cross_layers=3, cross_rank=512)}
 _MAX_ROWS = MLPERF_CAP // 100
-# The contender whose DLRM has only TorchRec's modules. The other DLRMs, TorchRec's and OPER's, have
-# OPER's modules between tables and layers, so that only the tables differ.
-SHIPPED = "table_wise as shipped"
+# The contenders whose DLRM has only TorchRec's modules, by their plan. The other DLRMs, TorchRec's
+# and OPER's, have OPER's modules between tables and layers, so that only the tables differ.
+SHIPPED = {kind: f"{kind} as shipped" for kind in PLAN_KINDS}
 FIGURES = (
     *suite.FIGURES, *model_case.FIGURES, *drift.FIGURES, *dynamic.FIGURES,
     ("exchange", "oper_step_ms", "torchrec_step_ms", "ratio_step", "ratio_shipped",
@@ -193,7 +193,7 @@ class _TrainRun(Run):
         self.sides = [build_oper(self.work, dense, plan)]
         peers = dict.fromkeys(PLAN_KINDS, dense)
         if dense is not None:
-            peers[SHIPPED] = replace(dense, as_shipped=True)
+            peers |= dict.fromkeys(SHIPPED.values(), replace(dense, as_shipped=True))
         for name, layers in peers.items():
             self.say(f"building TorchRec's {name} side")
             side, _ = build_torchrec(self.work, layers, name.split()[0])
@@ -293,9 +293,8 @@ class _TrainRun(Run):
             figures |= {f"ratio_{phase}": s[best[phase]] / s["oper"],
                         f"oper_{phase}_ms": plans["oper"][phase]["median_ms"],
                         f"torchrec_{phase}_ms": plans[best[phase]][phase]["median_ms"]}
-        if SHIPPED in plans:
-            step = median["step"]
-            figures["ratio_shipped"] = step[SHIPPED] / step["oper"]
+        if shipped := [median["step"][name] for name in SHIPPED.values() if name in plans]:
+            figures["ratio_shipped"] = min(shipped) / median["step"]["oper"]
         if self.is_shared:
             plans["ceiling"] = {"forward": record.summary(timings["forward"]["ceiling"]),
                                 "verification": verdicts.get("ceiling")}
