@@ -324,8 +324,13 @@ def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
     submit(batcher, many(1))  # fills the batch: no need to wait longer
     assert batcher.due_s() == 0
     finish(batcher)
-    submit(batcher, many(1), deadline=time.monotonic() + 5)
+    submit(batcher, many(1, 1))
+    submit(batcher, many(1, 1), deadline=time.monotonic() + 5)  # later, but with less time
+    submit(batcher, many(1, 1), deadline=time.monotonic() + 9)
     assert 4 < batcher.due_s() <= 5
+    finish(batcher)
+    submit(batcher, many(1, 1))
+    assert 19 < batcher.due_s() <= 20
 
 
 class Changed(Sums):
@@ -343,12 +348,27 @@ def _asking(batch: Request, scores: np.ndarray) -> np.ndarray:
     raise ServerError(503, "the other server is overloaded")
 
 
+def test_scores_of_other_types_are_answered() -> None:
+    """NumPy's default type, and numbers that are not Python's."""
+    model = Changed(lambda batch, scores: scores.astype(np.float64))
+    predict = model.predict
+    model.predict = lambda batch: (predict(batch)[0], np.int64(3))  # type: ignore[method-assign]
+    batcher = Batcher(model, BatchOptions())
+    pending, = submit(batcher, many(1))
+    finish(batcher)
+    assert pending.result is not None
+    body, length = wire.encode_scores(*pending.result, "sums")
+    scores, epoch = wire.decode_scores(body, length)
+    assert np.array_equal(scores, expected(pending.request)) and epoch == 3
+
+
 @pytest.mark.parametrize(("change", "words", "fail"), [
     (lambda batch, scores: scores[1:], "one per sample", [True] * 3),
+    (lambda batch, scores: scores[:, None], "one per sample", [True] * 3),
     (_asking, "the other server is overloaded", [True] * 3),
     (lambda batch, scores: np.where(batch.dense[:, 0] == 7, np.nan, scores),
      "scores of epoch 1='inf or nan'", [False, True, False])],
-    ids=["too few scores", "a client of another server", "not finite"])
+    ids=["too few scores", "a column of scores", "a client of another server", "not finite"])
 def test_a_models_errors_are_those_of_its_requests(change: Any, words: str, fail: list[bool]
                                                    ) -> None:
     batcher, requests = Batcher(Changed(change), BatchOptions()), many(3)
