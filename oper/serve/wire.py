@@ -109,7 +109,7 @@ def decode(body: bytes, header_length: int | None, direction: str
     if not isinstance(header, dict):
         raise bad_request("header", header, "a JSON object")
     try:
-        listed = [(str(t["name"]), str(t["datatype"]), [int(x) for x in t["shape"]], t)
+        listed = [(str(t["name"]), str(t["datatype"]), _sizes(t["shape"]), t)
                   for t in header[direction]]
         parameters = dict(header.get("parameters") or {})
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -128,6 +128,13 @@ def decode(body: bytes, header_length: int | None, direction: str
     if at != len(body):
         raise bad_request("size of the message", len(body), f"{at} bytes, as its header specifies")
     return {**header, "parameters": parameters}, tensors
+
+
+def _sizes(shape: Any) -> list[int]:
+    """Return a tensor's shape if it is a list of integers, else raise TypeError."""
+    if not isinstance(shape, list) or any(type(x) is not int for x in shape):
+        raise TypeError
+    return shape
 
 
 def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
@@ -195,6 +202,9 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     at, sent = ((), signature) if features is None else _selected(features, signature)
     request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
     request.check(sent)
+    if request.num_samples > len(body):  # those of a model without dense columns may take no bytes
+        raise bad_request("samples without dense numbers and bags", request.num_samples,
+                          f"at most {len(body)}, the bytes of the request")
     if sent.features != signature.features:
         request = Request(request.dense, *reorder(at, request.lengths, request.ids,
                                                   len(signature.features)))

@@ -137,6 +137,11 @@ def test_sizes_are_checked_before_memory_is_allocated() -> None:
          "lengths": np.zeros((0, 1 << 40), np.int32)}, "inputs", {"features": ""})
     with pytest.raises(InvalidInputError, match="columns of lengths"):
         wire.decode_request(body, length, SIGNATURE)
+    body, length = wire.encode(
+        {"dense": np.zeros((1 << 40, 0), np.float32), "ids": np.zeros(0, np.int64),
+         "lengths": np.zeros((0, 1 << 40), np.int32)}, "inputs", {"features": ""})
+    with pytest.raises(InvalidInputError, match=r"samples without dense numbers.*=1099511627776"):
+        wire.decode_request(body, length, replace(SIGNATURE, num_dense=0))
 
 
 @pytest.mark.parametrize(("name", "data", "words"), [
@@ -171,6 +176,8 @@ def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: ob
     (b"{", "expected JSON"), (b"[1]", "expected a JSON object"),
     (b"{}", "inputs, a list of tensors"),
     (b'{"inputs": [{}]}', "name, datatype and shape"), (b'{"inputs": 3}', "a list of tensors"),
+    *((b'{"inputs": [{"name": "ids", "datatype": "INT64", "shape": %s, "data": [1]}]}' % shape,
+       "name, datatype and shape") for shape in (b"[1.5]", b'"1"', b"[true]", b"1")),
     (b"[" * 100_000, "JSON"),
 ])
 def test_a_wrong_header_is_reported_in_terms_of_the_protocol(header: bytes, words: str) -> None:
