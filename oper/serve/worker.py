@@ -80,7 +80,7 @@ class _Worker:
     def __init__(self, control: socket.socket, listener: socket.socket, options: ServeOptions,
                  shared: Shared, place: int, predictor: Predictor) -> None:
         self._control, self._listener, self._options = control, listener, options
-        self._app = App(predictor, options, shared, place, self._should_close)
+        self._app = App(predictor, options, shared, place, self._should_close, self._is_full)
         self._connections = set[Connection]()
         self._selector = selectors.DefaultSelector()
         # Open connections of all workers; -1 = the worker accepts none.
@@ -204,6 +204,7 @@ class _Worker:
             connection = Connection(accepted, self._app, self._selector,
                                     self._connections.discard)
             self._connections.add(connection)
+            connection.is_extra = len(self._connections) > self._options.max_connections
             connection.on_ready(selectors.EVENT_READ)
         self._count()
         self._selector.register(self._listener, selectors.EVENT_READ, self._arrive)
@@ -216,6 +217,12 @@ class _Worker:
         for connection in idle:
             connection.close()
         return bool(idle)
+
+    def _is_full(self) -> bool:
+        """Whether there are too many connections, none of which is idle."""
+        excess = len(self._connections) - self._options.max_connections
+        self._evict_idle(excess)
+        return excess > 0 and len(self._connections) > self._options.max_connections
 
     def _count(self) -> int:
         """Publish and return the number of open connections."""
