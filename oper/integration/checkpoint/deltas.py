@@ -114,7 +114,7 @@ class DeltaCheckpoints:
             step, extra: as for `save`.
         """
         step = _checked(step)
-        self.wait()
+        self._end_chain()
         save_checkpoint(self._place, self._model, self._optimizer, extra)
         self._begin(0, step)
 
@@ -169,10 +169,13 @@ class DeltaCheckpoints:
             extra: as for `oper.save_checkpoint`.
 
         Raises:
-            InvalidInputError: `step` is not an integer >= 0.
+            InvalidInputError: `step` is not an integer >= 0, or a value in `extra` could not be
+                loaded again; nothing is saved.
             OperError: an earlier delta could not be written; call `save_full`.
         """
         step = _checked(step)
+        # On all ranks, which save the same values, and before `take` clears the marks.
+        check_readable(_WHAT, {"extra": dict(extra or {})})
         synchronize(self._model)  # first, since the other ranks of replica groups wait for this one
         self._raise_problem()
         taken = [c.take() for c in self._changed] if self._folder is not None else [None]
@@ -233,9 +236,14 @@ class DeltaCheckpoints:
         self._queue.task_done()
 
     def wait(self) -> None:
-        """Wait until all deltas have been written, and clear any error of writing them."""
+        """Wait until all deltas have been written, or one could not be; `save` then raises."""
         self._queue.join()
-        self._problem = None
+
+    def _end_chain(self) -> None:
+        """Wait for all deltas, and forget an error of writing them. Until `_begin`, the next save
+        is a full one, since a delta may be missing in the chain."""
+        self.wait()
+        self._folder, self._problem = None, None
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
@@ -279,14 +287,12 @@ class DeltaCheckpoints:
         dynamic = next((c.tables.keys for c in self._changed if c.tables.keys is not None), None)
         if newest_rows and dynamic is not None:
             dynamic.refuse("cannot load rows of several steps", "load without newest_rows")
-        self.wait()
+        self._end_chain()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
         ranks = Ranks(self._model, _WHAT, self._place)
         if found.folder == self._place and found.is_exact and ranks.step(
                 lambda: self._has_same_times() if ranks.first else True)[0]:
             self._begin(found.num_deltas, found.step)
-        else:  # this chain cannot be continued, so the next save is a full checkpoint
-            self._folder = None
         return found
 
     def __enter__(self) -> DeltaCheckpoints:
