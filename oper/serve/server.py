@@ -314,7 +314,7 @@ class Server:
         use."""
         try:
             self._publish()
-        except (OperError, OSError) as error:
+        except Exception as error:
             _log_kept(logging.ERROR, "", error)
 
     def _publish(self, change: Change | None = None) -> None:
@@ -330,8 +330,8 @@ class Server:
         SIGHUP, `serve_until_signalled` publishes the run's last checkpoint and its deltas again.
 
         Errors are logged, and the current weights remain in use: until the next full checkpoint if
-        weights are invalid. If the system cannot read them, or readers do not leave the buffers in
-        time, a later call tries again, after a pause as long as the attempt.
+        weights are invalid. If the system cannot read them now, or readers do not leave the buffers
+        in time, a later call tries again, after a pause as long as the attempt.
         """
         self._run, begin = run, time.monotonic()
         if begin < self._follows_at:
@@ -348,20 +348,21 @@ class Server:
                     what = ""
                     del change  # frees it before the next one is read
             self._delay = ""
-        except (DeadlineError, OSError) as error:
+        except (DeadlineError, OSError, MemoryError) as error:
             if is_whole:
                 run.again()
             now = time.monotonic()
             self._follows_at = now + (now - begin)
-            is_new, self._delay = str(error) != self._delay, str(error)
+            text = str(error) or type(error).__name__
+            is_new, self._delay = text != self._delay, text
             self._counts.failed_publications = failed + is_new
             if is_new:
                 _log_kept(logging.WARNING, " for now", error)
-        except OperError as error:
-            run.refuse(str(error))
+        except Exception as error:
+            run.refuse(str(error) or type(error).__name__)
             self._counts.failed_publications = failed + 1  # counts unreadable weights, too
             _log_kept(logging.ERROR, "" if is_whole else " until the next full checkpoint",
-                      f"{what}{error}")
+                      error, what)
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -506,8 +507,13 @@ class Server:
                 close()
 
 
-def _log_kept(level: int, how_long: str, reason: object) -> None:
-    log.log(level, "the old weights remain in use%s: %s", how_long, reason)
+def _log_kept(level: int, how_long: str, reason: Exception, what: str = "") -> None:
+    """Log why new weights are not used, after `what`; with a traceback unless it says what to do.
+    """
+    is_known = isinstance(reason, OperError | OSError)
+    log.log(level, "the old weights remain in use%s: %s%s", how_long, what,
+            reason if is_known else f"{type(reason).__name__}: {reason}",
+            exc_info=None if is_known else reason)
 
 
 def _itself(predictor: Predictor) -> Predictor:
