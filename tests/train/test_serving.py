@@ -324,6 +324,26 @@ def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
         assert len(steps) == 2
 
 
+def test_parts_of_a_delta_that_a_resumed_run_has_removed(place: Store, runs: list[Path]) -> None:
+    """They do not complete the delta that the run writes instead."""
+    names = names_in(runs[0])
+    part = next(n for n in names if "/000001/" in n)
+    old = part.replace("rank-00000", "rank-00001")
+    for name in names:
+        if name != part:
+            place.put(name, (runs[0] / name).read_bytes())
+    place.put(old, b"of two ranks")
+    mirror = RunMirror(place.url)
+    try:
+        assert (mirror.folder / old).exists()
+        place.remove(old)
+        place.put(part, (runs[0] / part).read_bytes())
+        mirror.update()
+        assert_equal(mirror, runs[0])
+    finally:
+        mirror.close()
+
+
 def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, a run replaces a checkpoint while a server starts."""
