@@ -19,7 +19,7 @@ from oper.serve import wire
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.metrics import CONTENT_TYPE, Shared, WorkerMetrics
 from oper.serve.options import ServeOptions
-from oper.serve.requests import Predictor, ServerError
+from oper.serve.requests import Predictor, Request, ServerError
 
 log = logging.getLogger("oper.serve")
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
@@ -175,7 +175,7 @@ class App:
         request = wire.decode_request(exchange.body, length, self._signature)
         exchange.body = b""
         if not request.num_samples:
-            self._send_scores(exchange, np.zeros(0, np.float32), 0)
+            self._send_scores(exchange, request, np.zeros(0, np.float32), 0)
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
         self.batcher.submit(PendingRequest(
@@ -187,15 +187,16 @@ class App:
             self.refuse(exchange, pending.error or RuntimeError("no result"))
             return
         scored = time.monotonic()
-        self._send_scores(exchange, *pending.result)
+        self._send_scores(exchange, pending.request, *pending.result)
         self.counted.observe_request(
             exchange.since, (pending.arrived, decoded, pending.begun, scored, time.monotonic()),
             pending.request.num_samples, pending.result[1])
 
-    def _send_scores(self, exchange: Exchange, scores: np.ndarray, epoch: int) -> None:
+    def _send_scores(self, exchange: Exchange, request: Request, scores: np.ndarray, epoch: int
+                     ) -> None:
         # Clients that send tensors as JSON get scores as JSON.
         body, length = wire.encode_scores(scores, epoch, self._signature.name,
-                                          _HEADER_LENGTH in exchange.headers)
+                                          _HEADER_LENGTH in exchange.headers, request.label)
         if length is None:
             self._answer(exchange, 200, body, _JSON, self._worker)
         else:

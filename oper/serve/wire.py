@@ -199,15 +199,18 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
             raise bad_request(key, text, "text, names separated by commas")
+    label = header.get("id", "")
+    if not isinstance(label, str):
+        raise bad_request("id", label, "text, which the answer repeats")
     at, sent = ((), signature) if features is None else _selected(features, signature)
-    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
+    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"], label=label)
     request.check(sent)
     if request.num_samples > len(body):  # those of a model without dense columns may take no bytes
         raise bad_request("samples without dense numbers and bags", request.num_samples,
                           f"at most {len(body)}, the bytes of the request")
     if sent.features != signature.features:
-        request = Request(request.dense, *reorder(at, request.lengths, request.ids,
-                                                  len(signature.features)))
+        lengths, ids = reorder(at, request.lengths, request.ids, len(signature.features))
+        request = replace(request, lengths=lengths, ids=ids)
     if not users:
         return request
     shared = tuple(sorted(_selected(users, signature)[0]))
@@ -227,16 +230,17 @@ def _selected(names: str, signature: Signature) -> tuple[tuple[int, ...], Signat
                        num_rows=tuple(signature.num_rows[k] for k in at))
 
 
-def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True
-                  ) -> tuple[bytes, int | None]:
-    """Encode an answer with scores, float32 [B].
+def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True,
+                  label: str = "") -> tuple[bytes, int | None]:
+    """Encode an answer with scores, float32 [B], to a request with this `Request.label`.
 
     Returns:
         The message and the length of its header in bytes. If not `binary`, for clients without the
         binary extension, the header contains the scores and the length is None.
     """
     body, length = encode({"scores": scores}, "outputs", {"epoch": epoch}, binary,
-                          model_name=model, model_version=str(epoch))
+                          model_name=model, model_version=str(epoch),
+                          **({"id": label} if label else {}))
     return body, length if binary else None
 
 
