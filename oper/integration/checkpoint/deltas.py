@@ -150,9 +150,11 @@ class DeltaCheckpoints:
     def _has_same_times(self) -> bool:
         """Whether the chain of deltas on disk was saved with the present times to live. Deltas list
         only the keys that have expired since the last delta. If times to live changed within a
-        chain, its readers would miss keys that are valid again, and keys that expire at once."""
+        chain, its readers would miss keys that are valid again, and keys that expire at once.
+        Those of a checkpoint that was saved without deltas are unknown."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
-        return not path.exists() or read_json(path, _WHAT) == self._times_to_live()
+        times: Any = self._times_to_live()
+        return read_json(path, _WHAT) == times if path.exists() else not times
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save the changes since the last delta or full checkpoint, in the background.
