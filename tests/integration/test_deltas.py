@@ -292,6 +292,27 @@ def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_no_delta_continues_a_checkpoint_that_another_has_replaced(tmp_path: Path) -> None:
+    """A load would ignore it, since it belongs to the checkpoint that has gone."""
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(10))
+        saver.save(1, {"step": 1})
+        oper.save_checkpoint(tmp_path / "elsewhere", model)
+        saver.save(2, {"step": 2})
+        saver.flush()
+        assert len(find(tmp_path / "c", tmp_path / "c")) == 2
+        oper.save_checkpoint(tmp_path / "c", model)
+        touch(model, np.arange(20))
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        saver.save(3, {"step": 3})
+        found = saver.load()
+        assert (found.num_deltas, found.step) == (0, 3)
+        assert_bitwise(dict(model.state_dict()), want, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_: Any) -> int:

@@ -45,6 +45,7 @@ from oper.integration.checkpoint.saving import (
     Restored,
     restore,
     save_checkpoint,
+    saves_to,
     state_of,
     synchronize,
     tables_of,
@@ -102,7 +103,7 @@ class DeltaCheckpoints:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._folder: Path | None = None  # for deltas; None = the next save is a full checkpoint
-        self._number = self._since = 0
+        self._number = self._since = self._saves = 0
         self.written_bytes = 0
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class DeltaCheckpoints:
 
     def _begin(self, number: int, step: int) -> None:
         """Continue the current checkpoint with delta `number`, relative to the current rows."""
-        self._since = step
+        self._since, self._saves = step, saves_to(self._place)
         ranks = Ranks(self._model, _WHAT, self._place)
         times = self._times_to_live()
         self._folder = folder_of(self._place) / base_of(self._place)
@@ -161,10 +162,10 @@ class DeltaCheckpoints:
 
         Call it on all ranks after the same step; ranks do not wait for each other. If there is no
         full checkpoint yet, or rows were changed other than by training, or another
-        `DeltaCheckpoints` of the model has saved since, a full checkpoint is saved instead, which
-        is collective. With replica groups the call is collective, too: it first synchronizes the
-        groups (`oper.synchronize`), so that the delta has the rows that all groups have after this
-        step.
+        `DeltaCheckpoints` of the model has saved since, or `oper.save_checkpoint` to this folder, a
+        full checkpoint is saved instead, which is collective. With replica groups the call is
+        collective, too: it first synchronizes the groups (`oper.synchronize`), so that the delta
+        has the rows that all groups have after this step.
 
         Args:
             step: number of the step, >= 0, chosen by the caller.
@@ -180,7 +181,8 @@ class DeltaCheckpoints:
         check_readable(_WHAT, {"extra": dict(extra or {})})
         synchronize(self._model)  # first, since the other ranks of replica groups wait for this one
         self._raise_problem()
-        taken = [c.take() for c in self._changed] if self._folder is not None else [None]
+        is_chain = self._folder is not None and saves_to(self._place) == self._saves
+        taken = [c.take() for c in self._changed] if is_chain else [None]
         if any(slots is None for slots in taken):
             self.save_full(step, extra)
             return
