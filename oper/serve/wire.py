@@ -199,11 +199,12 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
             raise bad_request(key, text, "text, names separated by commas")
-    label = header.get("id", "")
-    if not isinstance(label, str):
+    label = header.get("id")
+    if label is not None and not isinstance(label, str):
         raise bad_request("id", label, "text, which the answer repeats")
     at, sent = ((), signature) if features is None else _selected(features, signature)
-    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"], label=label)
+    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"],
+                      label=label or "")
     request.check(sent)
     if request.num_samples > len(body):  # those of a model without dense columns may take no bytes
         raise bad_request("samples without dense numbers and bags", request.num_samples,

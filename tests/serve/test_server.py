@@ -157,6 +157,8 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
     for batch in (request, empty):
         status, answer = labelled("mine", batch)
         assert (status, answer["id"]) == (200, "mine")
+    status, answer = labelled(None, request)
+    assert status == 200 and "id" not in answer
     assert labelled(7, request)[0] == 400
 
 
