@@ -7,7 +7,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -20,6 +19,7 @@ from oper.serve.metrics import Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
+from oper.support.processes import raise_file_limit
 
 log = logging.getLogger("oper.serve")
 # Messages on the control socket: READY from the worker; ACCEPT to it, once it may accept
@@ -55,9 +55,7 @@ def run_worker(control: socket.socket, listener: socket.socket, opener: Callable
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # every connection needs a file descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_file_limit()  # every connection needs a file descriptor
     torch.set_num_threads(options.threads)
     predictor = opener()
     worker = _Worker(control, listener, options, shared, place, predictor)
