@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INPUTS = {"dense": "FP32", "lengths": "INT32", "ids": "INT64"}
-_MAX_HEADER = 1 << 20  # bytes of JSON
+_MAX_HEADER = 1 << 20  # bytes of JSON in front of binary tensors
 _MAX_DIMS = 8
 _LARGE = int(np.finfo(np.float64).max)
 
@@ -98,8 +98,10 @@ def decode(body: bytes, header_length: int | None, direction: str
         InvalidInputError: the message is invalid.
     """
     size = len(body) if header_length is None else header_length
-    if not 0 < size <= min(len(body), _MAX_HEADER):
-        raise bad_request("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
+    # A message without binary tensors is limited by the server's limit of requests alone.
+    most = len(body) if header_length is None else min(len(body), _MAX_HEADER)
+    if not 0 < size <= most:
+        raise bad_request("header length", size, f"in [1, {most}]")
     try:
         header = json.loads(body[:size])
     except RecursionError:

@@ -70,6 +70,16 @@ def test_a_users_features_are_those_of_all_candidates(seed: int, sizes: list[int
     assert same(found.expanded(), want)
 
 
+def test_messages_of_numbers_in_json_may_be_large() -> None:
+    values = np.arange(200_000, dtype=np.int64)
+    body, length = wire.encode({"ids": values}, "inputs", {}, binary=False)
+    assert length == len(body) > 1 << 20
+    _, tensors = wire.decode(body, None, "inputs")
+    assert np.array_equal(tensors["ids"], values)
+    with pytest.raises(InvalidInputError, match="header length"):
+        wire.decode(body, length, "inputs")
+
+
 def test_a_users_features_are_checked() -> None:
     request = with_user(random_request(np.random.default_rng(0), 4, uniform=True), (0, 2))
     body, header = wire.encode_request(request, list(SIGNATURE.features))
