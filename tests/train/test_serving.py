@@ -148,10 +148,15 @@ def test_the_newest_weights_are_served(tmp_path: Path) -> None:
     for k, path in enumerate((previous / ".metadata", tmp_path / CHECKPOINT / ".metadata",
                               tmp_path / STATE)):
         path.parent.mkdir(exist_ok=True)
-        path.write_text("")
+        path.write_text(str(k))
         os.utime(path, (k, k))
         assert find_weights(tmp_path) == (path if path.name == STATE else path.parent)
     os.utime(tmp_path / CHECKPOINT / ".metadata", (9, 9))
+    assert find_weights(tmp_path) == tmp_path / CHECKPOINT
+    os.utime(tmp_path / STATE, (10, 10))
+    assert find_weights(tmp_path) == tmp_path / STATE
+    # The run continues the deltas of its checkpoint.
+    (folder_of(tmp_path / CHECKPOINT) / base_of(tmp_path / CHECKPOINT)).mkdir(parents=True)
     assert find_weights(tmp_path) == tmp_path / CHECKPOINT
 
 
