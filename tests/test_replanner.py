@@ -414,6 +414,17 @@ def test_a_move_sends_the_bytes_that_are_predicted() -> None:
         assert x["sent"] == pytest.approx(x["predicted"])
 
 
+@pytest.mark.parametrize("bits", [{"a": 8, "b": (16, 8)}, {"b": 16}, 8])
+def test_tables_of_all_collections_keep_their_message_bits(bits: Any) -> None:
+    """A plan with other bits would be refused when the tables are moved to it."""
+    whole = replace(uniform_plan([TableSpec(n, 64, 8, (n,)) for n in "abc"], 2), message_bits=bits)
+    parts = [replace(whole, tables=tuple(map(whole.table, names))) for names in ("a", "bc")]
+    watched: Any = object.__new__(oper.Replanner)
+    watched._tables = [SimpleNamespace(plan=p, specs=[t.table.name for t in p.tables])
+                       for p in parts]
+    assert watched._plan().to_text() == whole.to_text()
+
+
 def _refused(rank: int, world_size: int) -> list[str]:
     run = _Run(rank, lambda n: [FAST, SLOW])
     messages = []

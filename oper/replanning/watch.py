@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from oper.errors import OperError, require, require_fields
+from oper.messages import MessageBits
 from oper.plan import Plan
 from oper.ranges import Positive, PositiveAmount, Rule, rules_of
 from oper.replanning.decision import Replanning, check_batch, replan
@@ -257,9 +258,13 @@ class Replanner:
 
     def _plan(self) -> Plan:
         """A plan with the tables of all collections of the model."""
-        entries = [t for tables in self._tables for t in tables.plan.tables]
-        return replace(self._tables[0].plan,
-                       tables=tuple({t.table.name: t for t in entries}.values()))
+        entries = {t.table.name: t for tables in self._tables for t in tables.plan.tables}
+        # The plan of each collection has the bits of its own tables only.
+        bits = {name: tables.plan.message_bits.of(name) for tables in self._tables
+                for name in tables.specs}
+        same, *others = set(bits.values())
+        return replace(self._tables[0].plan, tables=tuple(entries.values()),
+                       message_bits=MessageBits.by_table(bits) if others else same)
 
     def _move(self, found: Replanning, topology: Topology, step_s: float) -> Event:
         try:

@@ -19,7 +19,7 @@ from oper.serve import wire
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.metrics import CONTENT_TYPE, Shared, WorkerMetrics
 from oper.serve.options import ServeOptions
-from oper.serve.requests import Predictor, ServerError
+from oper.serve.requests import Predictor, Request, ServerError
 
 log = logging.getLogger("oper.serve")
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
@@ -36,6 +36,7 @@ class Exchange:
         method, path, headers: the request; header names are in lower case.
         size: size of the body in bytes.
         body: the body; empty if it is larger than `ServeOptions.max_bytes`.
+        is_extra: whether it is refused while the worker has too many connections.
         ends: whether the connection closes after the answer.
         status, answer, more: the answer, once `status` is not 0: its HTTP status, body and headers
             other than ``content-length`` and ``connection``.
@@ -48,6 +49,7 @@ class Exchange:
     headers: dict[bytes, bytes] = field(default_factory=dict)
     size: int = 0
     body: bytes = b""
+    is_extra: bool = False
     ends: bool = True
     status: int = 0
     answer: bytes = b""
@@ -63,17 +65,18 @@ class App:
         shared: the memory of all workers.
         place: index of this worker in `shared`.
         should_close: whether a connection closes after the answer that is being given.
+        is_full: whether the worker has too many connections.
 
     Attributes:
-        options: options of the server.
+        options, is_full: the arguments.
         batcher: scores the requests.
         counted: the worker's metrics.
         in_flight: number of unanswered scoring requests.
     """
 
     def __init__(self, predictor: Predictor, options: ServeOptions, shared: Shared, place: int,
-                 should_close: Callable[[], bool]) -> None:
-        self.options = options
+                 should_close: Callable[[], bool], is_full: Callable[[], bool]) -> None:
+        self.options, self.is_full = options, is_full
         self.counted = WorkerMetrics(shared, place, predictor)
         self.batcher = Batcher(predictor, options.batching, self.counted.observe_batch)
         self.in_flight = 0
@@ -91,6 +94,11 @@ class App:
         path, is_scored = exchange.path, self._is_scored(exchange)
         self.in_flight += is_scored
         try:
+            if exchange.is_extra and self.is_full():
+                exchange.ends = True
+                most = self.options.max_connections
+                raise ServerError(503, "too many requests", "connections with a request",
+                                  f"over {most}", f"<= {most}", "retry later")
             if not is_scored and path not in self._pages:
                 raise ServerError(404, "no such address", "path", path,
                                   f"{self._infer_path} or one of {sorted(self._pages)}",
@@ -167,7 +175,7 @@ class App:
         request = wire.decode_request(exchange.body, length, self._signature)
         exchange.body = b""
         if not request.num_samples:
-            self._send_scores(exchange, np.zeros(0, np.float32), 0)
+            self._send_scores(exchange, request, np.zeros(0, np.float32), 0)
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
         self.batcher.submit(PendingRequest(
@@ -179,15 +187,16 @@ class App:
             self.refuse(exchange, pending.error or RuntimeError("no result"))
             return
         scored = time.monotonic()
-        self._send_scores(exchange, *pending.result)
+        self._send_scores(exchange, pending.request, *pending.result)
         self.counted.observe_request(
             exchange.since, (pending.arrived, decoded, pending.begun, scored, time.monotonic()),
             pending.request.num_samples, pending.result[1])
 
-    def _send_scores(self, exchange: Exchange, scores: np.ndarray, epoch: int) -> None:
+    def _send_scores(self, exchange: Exchange, request: Request, scores: np.ndarray, epoch: int
+                     ) -> None:
         # Clients that send tensors as JSON get scores as JSON.
         body, length = wire.encode_scores(scores, epoch, self._signature.name,
-                                          _HEADER_LENGTH in exchange.headers)
+                                          _HEADER_LENGTH in exchange.headers, request.label)
         if length is None:
             self._answer(exchange, 200, body, _JSON, self._worker)
         else:

@@ -61,6 +61,7 @@ class Batcher:
         self._predictor, self.options = predictor, options
         self._observe = observe or (lambda requests, samples, begin, end: None)
         self._waiting: deque[PendingRequest] = deque()
+        self._until = float("inf")  # the earliest deadline of those waiting
         self.queued = 0
         self._sample_s = 0.0  # moving average of the seconds per sample
 
@@ -75,6 +76,7 @@ class Batcher:
             raise ServerError(503, "too many requests", "samples waiting", self.queued + size,
                               f"<= {self.options.max_queued}", "retry later")
         self._waiting.append(pending)
+        self._until = min(self._until, pending.deadline)
         self.queued += size
 
     def due_s(self) -> float:
@@ -82,7 +84,7 @@ class Batcher:
         queued.
 
         A batch is due when it is full, `BatchOptions.max_wait_ms` after its oldest request has
-        arrived, or earlier if this request is expected to miss its deadline otherwise.
+        arrived, or earlier if a request is expected to miss its deadline otherwise.
         """
         if not self._waiting:
             return float("inf")
@@ -90,7 +92,7 @@ class Batcher:
         if not o.max_wait_ms or self.queued >= o.max_samples:
             return 0.0
         return min(oldest.arrived + o.max_wait_ms / 1e3,
-                   oldest.deadline - self.queued * self._sample_s) - time.monotonic()
+                   self._until - self.queued * self._sample_s) - time.monotonic()
 
     def turn(self) -> None:
         """Score one batch of queued requests and call their `done`."""
@@ -123,6 +125,7 @@ class Batcher:
             batch.append(pending)
             size += more
             until = min(until, pending.deadline)
+        self._until = min((p.deadline for p in self._waiting), default=float("inf"))
         return batch
 
     def _joined(self, requests: list[Request]) -> Request:
@@ -145,9 +148,11 @@ class Batcher:
         try:
             joined = self._joined([p.request for p in live])
             scores, epoch = self._predictor.predict(joined)
-            if len(scores) != joined.num_samples:
-                raise OperError("predict() is incorrect", "number of scores", len(scores),
-                                f"{joined.num_samples}, one per sample", "correct the predictor")
+            # Of other types of numbers, too, such as NumPy's float64, which answers cannot hold.
+            scores, epoch = np.asarray(scores, np.float32), int(epoch)
+            if scores.shape != (joined.num_samples,):
+                raise OperError("predict() is incorrect", "shape of scores", scores.shape,
+                                f"{(joined.num_samples,)}, one per sample", "correct the predictor")
             if not np.isfinite(scores).all():
                 raise InvalidInputError("cannot score the request", f"scores of epoch {epoch}",
                                         "inf or nan", "finite numbers",

@@ -41,6 +41,7 @@ class Connection:
     Attributes:
         since: time at which the current request's first byte arrived, or at which the connection
             became idle.
+        is_extra: whether its requests are refused while there are too many connections.
     """
 
     def __init__(self, socket_: socket.socket, app: App, selector: selectors.BaseSelector,
@@ -53,7 +54,7 @@ class Connection:
         self._blocked_since = float("inf")  # since when the client has not read its answers
         self._ends = False  # no further requests are read
         self._events = 0  # events for which the selector waits
-        self.since = time.monotonic()
+        self.since, self.is_extra = time.monotonic(), False
         self.on_message_begin()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,7 +113,7 @@ class Connection:
         request = self._request
         request.method, request.since = self._parser.get_method().decode("latin-1"), self.since
         self._pending.append(request)
-        self._ends = request.ends
+        request.is_extra, self._ends = self.is_extra, request.ends
         self._app.handle(request)
 
     # ---- the socket ------------------------------------------------------------------------------
@@ -178,9 +179,10 @@ class Connection:
         if problem:
             self._refuse_malformed(problem)
         elif self._in_body and (size > _PATIENCE * most or (
-                self._expects and self._announced > most)):  # the client waits with its body
+                self._expects and self._announced > most)  # the client waits with its body
+                or (self.is_extra and self._app.is_full())):
             self._request.size = size
-            self._handle()  # the app refuses it by its size
+            self._handle()  # the app refuses it
         elif self._unread > (limit := _MAX_HEAD + (_FRAMING * most if self._in_body else 0)):
             self._refuse(400, "cannot read the request", "bytes", self._unread, f"<= {limit}",
                          "send shorter headers or larger chunks")

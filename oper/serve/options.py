@@ -48,7 +48,7 @@ class ServeOptions:
         batching: batching options of each worker.
         max_bytes: maximum size of a request's body.
         max_connections: maximum connections per worker; beyond it, new connections replace idle
-            ones.
+            ones, and get status 503 if all have a request in progress.
         keep_alive_s: seconds after which an idle connection is closed.
         read_s: maximum seconds in which a request must arrive, or a client must read an answer.
         drain_s: maximum seconds to finish requests in flight after a stop signal.

@@ -77,6 +77,7 @@ class Request:
         shared: indices of features, such as those of a user, that several samples share: sample b
             uses the bags of sample ``first[b]``. Their bags in all other samples are empty.
         first: int64 [B], ascending; None = all zeros.
+        label: the client's ``id`` of the request, which the answer repeats; "" = none.
     """
 
     dense: np.ndarray
@@ -84,6 +85,7 @@ class Request:
     ids: np.ndarray
     shared: tuple[int, ...] = ()
     first: np.ndarray | None = None
+    label: str = ""
 
     @property
     def num_samples(self) -> int:

@@ -113,6 +113,7 @@ class Server:
         self._signals: Signals | None = None  # of the process, if it serves until one stops it
         self._publishing = threading.Lock()
         self._failures = 0  # consecutive failed starts of a worker
+        self._run: Follower | None = None  # the training run whose weights are in service
         self._delay = ""  # why newer weights could not be published yet
         self._follows_at = 0.0  # when `follow` tries again after that
 
@@ -272,8 +273,9 @@ class Server:
 
     def serve_until_signalled(self, every: Callable[[], Any] | None = None,
                               signals: Signals | None = None) -> None:
-        """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again,
-        and SIGUSR1 records a trace (`ServeOptions.trace`).
+        """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again, or
+        those of the run that `follow` was called with, and SIGUSR1 records a trace
+        (`ServeOptions.trace`).
 
         Args:
             every: called every `FOLLOW_S` seconds, e.g. to look for new weights.
@@ -288,7 +290,10 @@ class Server:
                 time.sleep(FOLLOW_S)
                 if noted.reload:
                     noted.reload = False
-                    self.try_publish()
+                    if self._run is None:
+                        self.try_publish()
+                    else:  # its deltas must follow the checkpoint again, from the first one on
+                        self._run.again()
                 if noted.trace:
                     noted.trace = False
                     traces = [t for t in traces if t.is_alive()]
@@ -309,7 +314,7 @@ class Server:
         use."""
         try:
             self._publish()
-        except (OperError, OSError) as error:
+        except Exception as error:
             _log_kept(logging.ERROR, "", error)
 
     def _publish(self, change: Change | None = None) -> None:
@@ -321,13 +326,14 @@ class Server:
             log.info("serving step %d", change.step)
 
     def follow(self, run: Follower) -> None:
-        """Publish the checkpoint or deltas that a training run has saved since the last call.
+        """Publish the checkpoint or deltas that a training run has saved since the last call. On
+        SIGHUP, `serve_until_signalled` publishes the run's last checkpoint and its deltas again.
 
         Errors are logged, and the current weights remain in use: until the next full checkpoint if
-        weights are invalid. If the system cannot read them, or readers do not leave the buffers in
-        time, a later call tries again, after a pause as long as the attempt.
+        weights are invalid. If the system cannot read them now, or readers do not leave the buffers
+        in time, a later call tries again, after a pause as long as the attempt.
         """
-        begin = time.monotonic()
+        self._run, begin = run, time.monotonic()
         if begin < self._follows_at:
             return
         failed, what, is_whole = self._counts.failed_publications, "", False
@@ -342,20 +348,21 @@ class Server:
                     what = ""
                     del change  # frees it before the next one is read
             self._delay = ""
-        except (DeadlineError, OSError) as error:
+        except (DeadlineError, OSError, MemoryError) as error:
             if is_whole:
                 run.again()
             now = time.monotonic()
             self._follows_at = now + (now - begin)
-            is_new, self._delay = str(error) != self._delay, str(error)
+            text = str(error) or type(error).__name__
+            is_new, self._delay = text != self._delay, text
             self._counts.failed_publications = failed + is_new
             if is_new:
                 _log_kept(logging.WARNING, " for now", error)
-        except OperError as error:
-            run.refuse(str(error))
+        except Exception as error:
+            run.refuse(str(error) or type(error).__name__)
             self._counts.failed_publications = failed + 1  # counts unreadable weights, too
             _log_kept(logging.ERROR, "" if is_whole else " until the next full checkpoint",
-                      f"{what}{error}")
+                      error, what)
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -500,8 +507,13 @@ class Server:
                 close()
 
 
-def _log_kept(level: int, how_long: str, reason: object) -> None:
-    log.log(level, "the old weights remain in use%s: %s", how_long, reason)
+def _log_kept(level: int, how_long: str, reason: Exception, what: str = "") -> None:
+    """Log why new weights are not used, after `what`; with a traceback unless it says what to do.
+    """
+    is_known = isinstance(reason, OperError | OSError)
+    log.log(level, "the old weights remain in use%s: %s%s", how_long, what,
+            reason if is_known else f"{type(reason).__name__}: {reason}",
+            exc_info=None if is_known else reason)
 
 
 def _itself(predictor: Predictor) -> Predictor:

@@ -81,7 +81,9 @@ def run_serve(args: argparse.Namespace) -> int:
         from oper.integration.checkpoint.follow import Follower
         from oper.serve.options import BatchOptions, ServeOptions
         from oper.serve.server import Server
+        from oper.support.processes import raise_file_limit
 
+        raise_file_limit()  # all files of a delta, at least one of each rank, are open at once
         options = ServeOptions(
             args.host, args.port, args.workers, args.threads,
             BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,

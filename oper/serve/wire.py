@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INPUTS = {"dense": "FP32", "lengths": "INT32", "ids": "INT64"}
-_MAX_HEADER = 1 << 20  # bytes of JSON
+_MAX_HEADER = 1 << 20  # bytes of JSON in front of binary tensors
 _MAX_DIMS = 8
 _LARGE = int(np.finfo(np.float64).max)
 
@@ -98,8 +98,10 @@ def decode(body: bytes, header_length: int | None, direction: str
         InvalidInputError: the message is invalid.
     """
     size = len(body) if header_length is None else header_length
-    if not 0 < size <= min(len(body), _MAX_HEADER):
-        raise bad_request("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
+    # A message without binary tensors is limited by the server's limit of requests alone.
+    most = len(body) if header_length is None else min(len(body), _MAX_HEADER)
+    if not 0 < size <= most:
+        raise bad_request("header length", size, f"in [1, {most}]")
     try:
         header = json.loads(body[:size])
     except RecursionError:
@@ -109,7 +111,7 @@ def decode(body: bytes, header_length: int | None, direction: str
     if not isinstance(header, dict):
         raise bad_request("header", header, "a JSON object")
     try:
-        listed = [(str(t["name"]), str(t["datatype"]), [int(x) for x in t["shape"]], t)
+        listed = [(str(t["name"]), str(t["datatype"]), _sizes(t["shape"]), t)
                   for t in header[direction]]
         parameters = dict(header.get("parameters") or {})
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -128,6 +130,13 @@ def decode(body: bytes, header_length: int | None, direction: str
     if at != len(body):
         raise bad_request("size of the message", len(body), f"{at} bytes, as its header specifies")
     return {**header, "parameters": parameters}, tensors
+
+
+def _sizes(shape: Any) -> list[int]:
+    """Return a tensor's shape if it is a list of integers, else raise TypeError."""
+    if not isinstance(shape, list) or any(type(x) is not int for x in shape):
+        raise TypeError
+    return shape
 
 
 def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
@@ -192,12 +201,19 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
             raise bad_request(key, text, "text, names separated by commas")
+    label = header.get("id")
+    if label is not None and not isinstance(label, str):
+        raise bad_request("id", label, "text, which the answer repeats")
     at, sent = ((), signature) if features is None else _selected(features, signature)
-    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
+    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"],
+                      label=label or "")
     request.check(sent)
+    if request.num_samples > len(body):  # those of a model without dense columns may take no bytes
+        raise bad_request("samples without dense numbers and bags", request.num_samples,
+                          f"at most {len(body)}, the bytes of the request")
     if sent.features != signature.features:
-        request = Request(request.dense, *reorder(at, request.lengths, request.ids,
-                                                  len(signature.features)))
+        lengths, ids = reorder(at, request.lengths, request.ids, len(signature.features))
+        request = replace(request, lengths=lengths, ids=ids)
     if not users:
         return request
     shared = tuple(sorted(_selected(users, signature)[0]))
@@ -217,16 +233,17 @@ def _selected(names: str, signature: Signature) -> tuple[tuple[int, ...], Signat
                        num_rows=tuple(signature.num_rows[k] for k in at))
 
 
-def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True
-                  ) -> tuple[bytes, int | None]:
-    """Encode an answer with scores, float32 [B].
+def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True,
+                  label: str = "") -> tuple[bytes, int | None]:
+    """Encode an answer with scores, float32 [B], to a request with this `Request.label`.
 
     Returns:
         The message and the length of its header in bytes. If not `binary`, for clients without the
         binary extension, the header contains the scores and the length is None.
     """
     body, length = encode({"scores": scores}, "outputs", {"epoch": epoch}, binary,
-                          model_name=model, model_version=str(epoch))
+                          model_name=model, model_version=str(epoch),
+                          **({"id": label} if label else {}))
     return body, length if binary else None
 
 

@@ -7,7 +7,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -20,6 +19,7 @@ from oper.serve.metrics import Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
+from oper.support.processes import raise_file_limit
 
 log = logging.getLogger("oper.serve")
 # Messages on the control socket: READY from the worker; ACCEPT to it, once it may accept
@@ -55,9 +55,7 @@ def run_worker(control: socket.socket, listener: socket.socket, opener: Callable
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # every connection needs a file descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_file_limit()  # every connection needs a file descriptor
     torch.set_num_threads(options.threads)
     predictor = opener()
     worker = _Worker(control, listener, options, shared, place, predictor)
@@ -80,7 +78,7 @@ class _Worker:
     def __init__(self, control: socket.socket, listener: socket.socket, options: ServeOptions,
                  shared: Shared, place: int, predictor: Predictor) -> None:
         self._control, self._listener, self._options = control, listener, options
-        self._app = App(predictor, options, shared, place, self._should_close)
+        self._app = App(predictor, options, shared, place, self._should_close, self._is_full)
         self._connections = set[Connection]()
         self._selector = selectors.DefaultSelector()
         # Open connections of all workers; -1 = the worker accepts none.
@@ -204,6 +202,7 @@ class _Worker:
             connection = Connection(accepted, self._app, self._selector,
                                     self._connections.discard)
             self._connections.add(connection)
+            connection.is_extra = len(self._connections) > self._options.max_connections
             connection.on_ready(selectors.EVENT_READ)
         self._count()
         self._selector.register(self._listener, selectors.EVENT_READ, self._arrive)
@@ -216,6 +215,12 @@ class _Worker:
         for connection in idle:
             connection.close()
         return bool(idle)
+
+    def _is_full(self) -> bool:
+        """Whether there are too many connections, none of which is idle."""
+        excess = len(self._connections) - self._options.max_connections
+        self._evict_idle(excess)
+        return excess > 0 and len(self._connections) > self._options.max_connections
 
     def _count(self) -> int:
         """Publish and return the number of open connections."""

@@ -111,6 +111,11 @@ class RunMirror:
     def _update_deltas(self, folder: str, found: Stamps) -> str:
         """Copy deltas up to the first missing one: a server regards a gap as the end of a chain,
         but here the missing delta may still arrive. Return which one is missing, or ""."""
+        # A resumed run may have removed an incomplete delta, whose parts must not be mixed with
+        # those of the next one of this number. The last first, so that there is never a gap.
+        for name in sorted(self._deltas.keys() - found.keys(), reverse=True):
+            (self.folder / name).unlink()
+            del self._deltas[name]
         parts = sorted(n for n in found if n.startswith(folder))
         numbers = sorted({n.removeprefix(folder).partition("/")[0] for n in parts})
         last = numbers[-1] if numbers else ""

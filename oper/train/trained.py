@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError
+from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.files import METADATA, present_and_previous
 from oper.integration.checkpoint.follow import KeyChange
 from oper.integration.checkpoint.weights import extra_value
@@ -125,17 +126,20 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     """Return the path of a training folder's newest weights.
 
     It is ``state.pt``, which ``oper train`` writes at its end, or the folder of the last
-    checkpoint, whichever is newer.
+    checkpoint, whichever is newer. A checkpoint is as new as its last delta: a run that has ended
+    and is resumed continues the deltas of its checkpoint.
 
     Raises:
         FileFormatError: there are none.
     """
     folder = Path(folder)
-    found: list[tuple[int, Path]] = []
-    for path in (folder / STATE,
-                 *(x / METADATA for x in present_and_previous(folder / CHECKPOINT))):
+    place, found = folder / CHECKPOINT, list[tuple[int, Path]]()
+    for path in (folder / STATE, *(x / METADATA for x in present_and_previous(place))):
         with contextlib.suppress(FileNotFoundError):  # missing, or being replaced
             found.append((path.stat().st_mtime_ns, path))
+            if path.name == METADATA:
+                deltas = folder_of(place) / base_of(path.parent)
+                found.append((deltas.stat().st_mtime_ns, path))
     if not found:
         raise FileFormatError(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
                               f"{STATE} or {CHECKPOINT}/ in it",

@@ -292,9 +292,30 @@ def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_no_delta_continues_a_checkpoint_that_another_has_replaced(tmp_path: Path) -> None:
+    """A load would ignore it, since it belongs to the checkpoint that has gone."""
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(10))
+        saver.save(1, {"step": 1})
+        oper.save_checkpoint(tmp_path / "elsewhere", model)
+        saver.save(2, {"step": 2})
+        saver.flush()
+        assert len(find(tmp_path / "c", tmp_path / "c")) == 2
+        oper.save_checkpoint(tmp_path / "c", model)
+        touch(model, np.arange(20))
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        saver.save(3, {"step": 3})
+        found = saver.load()
+        assert (found.num_deltas, found.step) == (0, 3)
+        assert_bitwise(dict(model.state_dict()), want, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*part: Any) -> int:
+    def no_room(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     model = bag(1000, 4)
@@ -307,14 +328,38 @@ def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
             with pytest.raises(OperError, match="No space left"):
                 saver.flush()
         touch(model, np.arange(20))
+        saver.wait()
         with pytest.raises(OperError, match="full checkpoint"):
             saver.save(2)
-        saver.save_full(2, {"step": 2})
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "save_checkpoint", no_room)
+            with pytest.raises(OSError, match="No space left"):  # still
+                saver.save_full(2, {"step": 2})
+        saver.save(2, {"step": 2})  # no delta, which would follow a missing one
+        saver.flush()
+        assert not find(tmp_path / "c", tmp_path / "c") and saver.load().step == 2
         touch(model, np.arange(5))
         saver.save(3)
         saver.flush()
         want = {k: v.clone() for k, v in model.state_dict().items()}
         assert saver.load().step == 3
+        assert_bitwise(dict(model.state_dict()), want, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_values_that_could_not_be_loaded_cost_no_delta(tmp_path: Path) -> None:
+    """They are refused before marks are cleared, so the next delta has all changes."""
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(10))
+        with pytest.raises(InvalidInputError, match=r"extra\.loss.*convert it"):
+            saver.save(1, {"loss": np.float32(0.5)})
+        saver.save(1, {"loss": 0.5})
+        saver.flush()
+        want = {k: v.clone() for k, v in model.state_dict().items()}
+        found = saver.load()
+        assert (found.num_deltas, found.step, found.extra) == (1, 1, {"loss": 0.5})
         assert_bitwise(dict(model.state_dict()), want, "loaded")
 
 

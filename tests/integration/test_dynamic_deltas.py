@@ -136,6 +136,8 @@ def test_a_chain_ends_when_the_time_to_live_changes(tmp_path: Path) -> None:
         saver.save(1, {"step": 1})
     assert [saved(oper.DynamicTable(time_to_live=t), k) for k, t in enumerate((1, 9, 9, None), 2)
             ] == [2, 0, 1, 0]
+    oper.save_checkpoint(tmp_path / "c", model)  # which does not state the time to live
+    assert [saved(oper.DynamicTable(time_to_live=1), k) for k in (6, 7)] == [0, 1]
 
 
 def test_deltas_free_slots(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import os
 import shutil
+import threading
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +21,13 @@ from oper.integration.checkpoint import weights
 from oper.integration.checkpoint.delta_files import base_of, find, folder_of
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.follow import Change, Follower
+from oper.serve import Server
+from oper.serve.signals import Signals
 from oper.shmem.publication.reader import Reader
 from oper.support.files import read_arrays, write_arrays
 from tests.checkpoint_support import Model, flat, fused, run_ranks, sharded, state_of, train
 from tests.runtime_support import assert_bitwise
-from tests.serve_support import bits_of
+from tests.serve_support import Sums, bits_of
 
 pytest.importorskip("torchrec")
 
@@ -265,6 +269,36 @@ def test_many_changes_equal_full_publications(count: int, publish: Callable[...,
     assert [reader.epoch for reader in readers] == [2 * count + 1, count + 1]
     for reader in readers:
         reader.close()
+
+
+def test_deltas_follow_weights_that_a_signal_publishes_again(
+        run: Path, runs: Path, publish: Callable[..., oper.Publication],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: later deltas alone would leave out the changes of the earlier ones."""
+    pytest.importorskip("httptools")
+    served, last = publish(run), number(run, 4)
+    last.rename(run.parent / last.name)
+    server, signals, follower = Server(Sums()), Signals(), Follower(lambda: run)
+    steps: list[int] = []
+
+    def switch(change: Change | None = None) -> int:
+        steps.append(0 if change is None else change.step)
+        return served.publish(run) if change is None else served.apply(change.rows, change.dense)
+
+    def every() -> None:
+        server.follow(follower)
+        if steps == [2, 3, 4, 5]:
+            (run.parent / last.name).rename(last)
+            signals.reload = True
+        signals.stop = steps[-1] == STEPS[-1]
+
+    monkeypatch.setattr(server, "publish", switch)
+    counts: Any = types.SimpleNamespace(failed_publications=0)
+    server._counts, server._thread = counts, threading.Thread(target=server._stop.wait)
+    server._thread.start()
+    server.serve_until_signalled(every, signals)
+    assert steps == [2, 3, 4, 5, 0, *STEPS]
+    assert bits_of(served.name) == bits_of(publish(runs / str(STEPS[-1])).name)
 
 
 def test_damaged_rows_change_nothing(run: Path, publish: Callable[..., oper.Publication]) -> None:

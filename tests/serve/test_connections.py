@@ -276,6 +276,28 @@ def test_idle_connections_do_not_block_others_and_closed_ones_are_not_used(serve
     assert client.counts.retries == 0
 
 
+def test_connections_beyond_those_with_a_request_are_refused(server: Server, client: Client
+                                                             ) -> None:
+    request = random_request(np.random.default_rng(0), 2)
+    assert client.model == "sums"
+    before = value_of(client.metrics(), 'oper_requests_total{outcome="overloaded"}')
+    with ThreadPoolExecutor(1) as pool:
+        with contextlib.ExitStack() as held:
+            for _ in range(MAX_CONNECTIONS):  # the client's idle connection gives way
+                one = held.enter_context(connect(server))
+                one.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\nexpect: "
+                            b"100-continue\r\ncontent-length: 9\r\n\r\n")
+                assert one.recv(100).startswith(b"HTTP/1.1 100")
+            answer = talk(server, b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
+            assert b"expected <= 12" in answer
+            scores = pool.submit(client.score_request, request)
+            wait_for(lambda: client.counts.retries > 0)
+        assert np.array_equal(scores.result()[0], expected(request))
+    found = value_of(client.metrics(), 'oper_requests_total{outcome="overloaded"}')
+    assert found - before == client.counts.retries
+
+
 def test_idle_connections_give_way_if_file_descriptors_run_out() -> None:
     with Server(Sums(), ServeOptions(port=0, workers=1)) as server, contextlib.ExitStack() as held:
         worker = server.worker_pids[0]

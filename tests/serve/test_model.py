@@ -263,6 +263,33 @@ def test_weights_that_cannot_be_read_now_are_read_again(
         "[Errno 116] stale", "[Errno 5] failed", "busy"]  # each is said once
 
 
+def test_an_unexpected_error_of_new_weights_ends_no_server(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as torch's when it cannot allocate memory. The next full weights are published."""
+    (tmp_path / STATE).touch()
+    errors: list[Exception] = [RuntimeError("can't allocate memory")] * 2
+
+    def publish(weights: object = None) -> int:
+        if errors:
+            raise errors.pop()
+        return 2
+
+    server, run = Server(Sums()), Follower(lambda: tmp_path / STATE, in_service=False)
+    monkeypatch.setattr(server, "publish", publish)
+    counts: Any = types.SimpleNamespace(failed_publications=0)
+    server._counts = counts
+    for _ in range(2):
+        server.follow(run)
+    server.try_publish()
+    assert not errors and counts.failed_publications == 1
+    assert [(r.getMessage(), bool(r.exc_info)) for r in caplog.records] == [
+        ("the old weights remain in use: RuntimeError: can't allocate memory", True)] * 2
+    (tmp_path / STATE).write_text("newer")
+    with caplog.at_level(logging.INFO):
+        server.follow(run)
+    assert "published epoch 2" in caplog.text
+
+
 # ---- draining ------------------------------------------------------------------------------------
 
 

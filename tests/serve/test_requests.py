@@ -70,6 +70,16 @@ def test_a_users_features_are_those_of_all_candidates(seed: int, sizes: list[int
     assert same(found.expanded(), want)
 
 
+def test_messages_of_numbers_in_json_may_be_large() -> None:
+    values = np.arange(200_000, dtype=np.int64)
+    body, length = wire.encode({"ids": values}, "inputs", {}, binary=False)
+    assert length == len(body) > 1 << 20
+    _, tensors = wire.decode(body, None, "inputs")
+    assert np.array_equal(tensors["ids"], values)
+    with pytest.raises(InvalidInputError, match="header length"):
+        wire.decode(body, length, "inputs")
+
+
 def test_a_users_features_are_checked() -> None:
     request = with_user(random_request(np.random.default_rng(0), 4, uniform=True), (0, 2))
     body, header = wire.encode_request(request, list(SIGNATURE.features))
@@ -137,6 +147,11 @@ def test_sizes_are_checked_before_memory_is_allocated() -> None:
          "lengths": np.zeros((0, 1 << 40), np.int32)}, "inputs", {"features": ""})
     with pytest.raises(InvalidInputError, match="columns of lengths"):
         wire.decode_request(body, length, SIGNATURE)
+    body, length = wire.encode(
+        {"dense": np.zeros((1 << 40, 0), np.float32), "ids": np.zeros(0, np.int64),
+         "lengths": np.zeros((0, 1 << 40), np.int32)}, "inputs", {"features": ""})
+    with pytest.raises(InvalidInputError, match=r"samples without dense numbers.*=1099511627776"):
+        wire.decode_request(body, length, replace(SIGNATURE, num_dense=0))
 
 
 @pytest.mark.parametrize(("name", "data", "words"), [
@@ -171,6 +186,8 @@ def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: ob
     (b"{", "expected JSON"), (b"[1]", "expected a JSON object"),
     (b"{}", "inputs, a list of tensors"),
     (b'{"inputs": [{}]}', "name, datatype and shape"), (b'{"inputs": 3}', "a list of tensors"),
+    *((b'{"inputs": [{"name": "ids", "datatype": "INT64", "shape": %s, "data": [1]}]}' % shape,
+       "name, datatype and shape") for shape in (b"[1.5]", b'"1"', b"[true]", b"1")),
     (b"[" * 100_000, "JSON"),
 ])
 def test_a_wrong_header_is_reported_in_terms_of_the_protocol(header: bytes, words: str) -> None:
@@ -324,8 +341,13 @@ def test_an_idle_model_waits_for_more_but_not_beyond_a_deadline() -> None:
     submit(batcher, many(1))  # fills the batch: no need to wait longer
     assert batcher.due_s() == 0
     finish(batcher)
-    submit(batcher, many(1), deadline=time.monotonic() + 5)
+    submit(batcher, many(1, 1))
+    submit(batcher, many(1, 1), deadline=time.monotonic() + 5)  # later, but with less time
+    submit(batcher, many(1, 1), deadline=time.monotonic() + 9)
     assert 4 < batcher.due_s() <= 5
+    finish(batcher)
+    submit(batcher, many(1, 1))
+    assert 19 < batcher.due_s() <= 20
 
 
 class Changed(Sums):
@@ -343,12 +365,27 @@ def _asking(batch: Request, scores: np.ndarray) -> np.ndarray:
     raise ServerError(503, "the other server is overloaded")
 
 
+def test_scores_of_other_types_are_answered() -> None:
+    """NumPy's default type, and numbers that are not Python's."""
+    model = Changed(lambda batch, scores: scores.astype(np.float64))
+    predict = model.predict
+    model.predict = lambda batch: (predict(batch)[0], np.int64(3))  # type: ignore[method-assign]
+    batcher = Batcher(model, BatchOptions())
+    pending, = submit(batcher, many(1))
+    finish(batcher)
+    assert pending.result is not None
+    body, length = wire.encode_scores(*pending.result, "sums")
+    scores, epoch = wire.decode_scores(body, length)
+    assert np.array_equal(scores, expected(pending.request)) and epoch == 3
+
+
 @pytest.mark.parametrize(("change", "words", "fail"), [
     (lambda batch, scores: scores[1:], "one per sample", [True] * 3),
+    (lambda batch, scores: scores[:, None], "one per sample", [True] * 3),
     (_asking, "the other server is overloaded", [True] * 3),
     (lambda batch, scores: np.where(batch.dense[:, 0] == 7, np.nan, scores),
      "scores of epoch 1='inf or nan'", [False, True, False])],
-    ids=["too few scores", "a client of another server", "not finite"])
+    ids=["too few scores", "a column of scores", "a client of another server", "not finite"])
 def test_a_models_errors_are_those_of_its_requests(change: Any, words: str, fail: list[bool]
                                                    ) -> None:
     batcher, requests = Batcher(Changed(change), BatchOptions()), many(3)

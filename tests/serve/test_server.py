@@ -148,6 +148,18 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
         "scores", [3], expected(request).tolist())
     scores, epoch = wire.decode_scores(json.dumps(answer).encode(), None)
     assert np.array_equal(scores, expected(request)) and epoch == 1
+    assert "id" not in answer
+
+    def labelled(label: object, batch: Request) -> tuple[int, Any]:
+        return post(server, json.dumps(json.loads(as_json(batch)) | {"id": label}).encode())
+
+    empty = Request(np.zeros((0, 2), np.float32), np.zeros((3, 0), np.int32), np.zeros(0, np.int64))
+    for batch in (request, empty):
+        status, answer = labelled("mine", batch)
+        assert (status, answer["id"]) == (200, "mine")
+    status, answer = labelled(None, request)
+    assert status == 200 and "id" not in answer
+    assert labelled(7, request)[0] == 400
 
 
 def test_bad_requests_do_not_affect_others(server: Server, client: Client) -> None:

@@ -15,6 +15,7 @@ from oper.bench.core.memory import pss_bytes
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
+from oper.shmem.publication import publisher as publication
 from oper.shmem.publication.handshake import HANDSHAKE, receive_handshake
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
@@ -194,6 +195,22 @@ def test_changes_wait_for_readers_and_need_a_first_publication(name: str) -> Non
             assert epoch == 1
     assert publisher.commit(publisher.prepare_rows(rows, {})) == 3
     publisher.close()
+
+
+def test_no_change_follows_one_that_has_failed_half_way(
+        publisher: Publisher, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would show readers the rows that the failed one has written, without its others."""
+    prepared = publisher.prepare_rows({"b": (np.arange(3), torch.ones(3, 32))}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "_write_header", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publisher.commit(prepared)
+    with pytest.raises(OperError, match="last change, of epoch 1='failed half-way'"):
+        publisher.commit(prepared)
+    assert publisher.publish_rows(constant(2), dense(2)) == 2
+    assert publisher.commit(prepared) == 4
+    with reader.pinned() as epoch:
+        assert epoch == 4
 
 
 def test_the_slot_of_a_killed_reader_is_freed(name: str, publisher: Publisher) -> None:

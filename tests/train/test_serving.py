@@ -148,10 +148,15 @@ def test_the_newest_weights_are_served(tmp_path: Path) -> None:
     for k, path in enumerate((previous / ".metadata", tmp_path / CHECKPOINT / ".metadata",
                               tmp_path / STATE)):
         path.parent.mkdir(exist_ok=True)
-        path.write_text("")
+        path.write_text(str(k))
         os.utime(path, (k, k))
         assert find_weights(tmp_path) == (path if path.name == STATE else path.parent)
     os.utime(tmp_path / CHECKPOINT / ".metadata", (9, 9))
+    assert find_weights(tmp_path) == tmp_path / CHECKPOINT
+    os.utime(tmp_path / STATE, (10, 10))
+    assert find_weights(tmp_path) == tmp_path / STATE
+    # The run continues the deltas of its checkpoint.
+    (folder_of(tmp_path / CHECKPOINT) / base_of(tmp_path / CHECKPOINT)).mkdir(parents=True)
     assert find_weights(tmp_path) == tmp_path / CHECKPOINT
 
 
@@ -322,6 +327,26 @@ def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
             follower.applied(change)
             steps.append(change.step)
         assert len(steps) == 2
+
+
+def test_parts_of_a_delta_that_a_resumed_run_has_removed(place: Store, runs: list[Path]) -> None:
+    """They do not complete the delta that the run writes instead."""
+    names = names_in(runs[0])
+    part = next(n for n in names if "/000001/" in n)
+    old = part.replace("rank-00000", "rank-00001")
+    for name in names:
+        if name != part:
+            place.put(name, (runs[0] / name).read_bytes())
+    place.put(old, b"of two ranks")
+    mirror = RunMirror(place.url)
+    try:
+        assert (mirror.folder / old).exists()
+        place.remove(old)
+        place.put(part, (runs[0] / part).read_bytes())
+        mirror.update()
+        assert_equal(mirror, runs[0])
+    finally:
+        mirror.close()
 
 
 def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,

@@ -45,6 +45,7 @@ from oper.integration.checkpoint.saving import (
     Restored,
     restore,
     save_checkpoint,
+    saves_to,
     state_of,
     synchronize,
     tables_of,
@@ -102,7 +103,7 @@ class DeltaCheckpoints:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._folder: Path | None = None  # for deltas; None = the next save is a full checkpoint
-        self._number = self._since = 0
+        self._number = self._since = self._saves = 0
         self.written_bytes = 0
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -114,13 +115,13 @@ class DeltaCheckpoints:
             step, extra: as for `save`.
         """
         step = _checked(step)
-        self.wait()
+        self._end_chain()
         save_checkpoint(self._place, self._model, self._optimizer, extra)
         self._begin(0, step)
 
     def _begin(self, number: int, step: int) -> None:
         """Continue the current checkpoint with delta `number`, relative to the current rows."""
-        self._since = step
+        self._since, self._saves = step, saves_to(self._place)
         ranks = Ranks(self._model, _WHAT, self._place)
         times = self._times_to_live()
         self._folder = folder_of(self._place) / base_of(self._place)
@@ -150,32 +151,38 @@ class DeltaCheckpoints:
     def _has_same_times(self) -> bool:
         """Whether the chain of deltas on disk was saved with the present times to live. Deltas list
         only the keys that have expired since the last delta. If times to live changed within a
-        chain, its readers would miss keys that are valid again, and keys that expire at once."""
+        chain, its readers would miss keys that are valid again, and keys that expire at once.
+        Those of a checkpoint that was saved without deltas are unknown."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
-        return not path.exists() or read_json(path, _WHAT) == self._times_to_live()
+        times: Any = self._times_to_live()
+        return read_json(path, _WHAT) == times if path.exists() else not times
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save the changes since the last delta or full checkpoint, in the background.
 
         Call it on all ranks after the same step; ranks do not wait for each other. If there is no
         full checkpoint yet, or rows were changed other than by training, or another
-        `DeltaCheckpoints` of the model has saved since, a full checkpoint is saved instead, which
-        is collective. With replica groups the call is collective, too: it first synchronizes the
-        groups (`oper.synchronize`), so that the delta has the rows that all groups have after this
-        step.
+        `DeltaCheckpoints` of the model has saved since, or `oper.save_checkpoint` to this folder, a
+        full checkpoint is saved instead, which is collective. With replica groups the call is
+        collective, too: it first synchronizes the groups (`oper.synchronize`), so that the delta
+        has the rows that all groups have after this step.
 
         Args:
             step: number of the step, >= 0, chosen by the caller.
             extra: as for `oper.save_checkpoint`.
 
         Raises:
-            InvalidInputError: `step` is not an integer >= 0.
+            InvalidInputError: `step` is not an integer >= 0, or a value in `extra` could not be
+                loaded again; nothing is saved.
             OperError: an earlier delta could not be written; call `save_full`.
         """
         step = _checked(step)
+        # On all ranks, which save the same values, and before `take` clears the marks.
+        check_readable(_WHAT, {"extra": dict(extra or {})})
         synchronize(self._model)  # first, since the other ranks of replica groups wait for this one
         self._raise_problem()
-        taken = [c.take() for c in self._changed] if self._folder is not None else [None]
+        is_chain = self._folder is not None and saves_to(self._place) == self._saves
+        taken = [c.take() for c in self._changed] if is_chain else [None]
         if any(slots is None for slots in taken):
             self.save_full(step, extra)
             return
@@ -233,9 +240,14 @@ class DeltaCheckpoints:
         self._queue.task_done()
 
     def wait(self) -> None:
-        """Wait until all deltas have been written, and clear any error of writing them."""
+        """Wait until all deltas have been written, or one could not be; `save` then raises."""
         self._queue.join()
-        self._problem = None
+
+    def _end_chain(self) -> None:
+        """Wait for all deltas, and forget an error of writing them. Until `_begin`, the next save
+        is a full one, since a delta may be missing in the chain."""
+        self.wait()
+        self._folder, self._problem = None, None
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
@@ -279,14 +291,12 @@ class DeltaCheckpoints:
         dynamic = next((c.tables.keys for c in self._changed if c.tables.keys is not None), None)
         if newest_rows and dynamic is not None:
             dynamic.refuse("cannot load rows of several steps", "load without newest_rows")
-        self.wait()
+        self._end_chain()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
         ranks = Ranks(self._model, _WHAT, self._place)
         if found.folder == self._place and found.is_exact and ranks.step(
                 lambda: self._has_same_times() if ranks.first else True)[0]:
             self._begin(found.num_deltas, found.step)
-        else:  # this chain cannot be continued, so the next save is a full checkpoint
-            self._folder = None
         return found
 
     def __enter__(self) -> DeltaCheckpoints:

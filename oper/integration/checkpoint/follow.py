@@ -171,7 +171,8 @@ class Follower:
         self._next, self._step = change.number + 1, change.step
 
     def again(self) -> None:
-        """Make `has_whole` return True once more, since the weights could not be published."""
+        """Make `has_whole` return True once more, for the same weights; deltas then follow from the
+        first one on."""
         self._seen = (None,)
 
     def refuse(self, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ from oper.support.files import disk_full_error
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
 _OPTIMIZERS = "table_optimizers"  # key of a checkpoint, see `optimizer_names`
+_SAVES: Counter[Path] = Counter()  # checkpoints that this process has saved, by folder
 _T = TypeVar("_T")
 
 
@@ -115,6 +117,12 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
         ranks.step(lambda: check_readable("cannot save a checkpoint", state))
         _write(state, folders.saving, ranks)
     ranks.step(lambda: folders.put_in_place() if ranks.first else None)
+    _SAVES[path] += 1
+
+
+def saves_to(path: Path) -> int:
+    """Return the number of checkpoints that this process has saved to a folder so far."""
+    return _SAVES[path]
 
 
 def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,

@@ -238,6 +238,7 @@ class Publisher:
 
         Raises:
             InvalidInputError: nothing has been published yet.
+            OperError: an earlier change has failed half-way.
             DeadlineError: a reader does not unpin the epoch; readers continue with the old weights.
         """
         self._check_open()
@@ -247,6 +248,9 @@ class Publisher:
             if not epoch:
                 raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
                                         "publish all weights first")
+            if torch.ops.oper.publication_epoch(state.control) < 0:
+                raise OperError("cannot change published rows", f"last change, of epoch {epoch}",
+                                "failed half-way", "complete weights", "publish all weights")
             views, dense_at = self._views(epoch)
             to, places, rows = prepared.places(views[0], dense_at)
             header = self._header(epoch + 2, {})
