@@ -22,7 +22,7 @@ from oper.bench.tables.lookup import LookupCase, ScaleCase, UpdateCase
 from oper.bench.tables.sides import PLAN_KINDS, Dense
 from oper.bench.tables.train import TrainCase
 from oper.bench.tables.unsharded import PEERS
-from oper.errors import UsageError
+from oper.errors import InvalidInputError, UsageError
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
@@ -258,6 +258,15 @@ def test_each_phase_is_compared_with_its_fastest_plan() -> None:
     assert found["ratio_forward"] == pytest.approx(2)
     assert found["ratio_shipped"] == pytest.approx(8)
     assert found["torchrec_forward_ms"] == pytest.approx(2)
+
+
+def test_a_record_of_the_other_exchange_is_not_resumed() -> None:
+    shared, apart = (train.cases(True, exchange=x) for x in ("shared", "collective"))
+    known = {"ebc-pool1": {"exchange": "shared"}, "dlrm-pool1": {}, "other": {"exchange": "x"}}
+    train.check_resumed(known, shared)
+    train.check_resumed(known, train.cases(True, tables="dynamic"))
+    with pytest.raises(InvalidInputError, match="exchange of ebc-pool1='shared'"):
+        train.check_resumed(known, apart)
 
 
 def test_a_wrong_weight_is_found(trained: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from oper.bench.tables.sides import (
 )
 from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
-from oper.errors import UsageError
+from oper.errors import UsageError, require
 from oper.plan import Plan
 from oper.shmem.group.domains import DOMAIN_ENV
 from oper.train.config import DLRMConfig
@@ -86,6 +86,16 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
         return (drift if tables == "drift" else dynamic).cases(quick)
     return [replace(case, exchange=exchange)
             for case in (mlperf_cases(quick, model) if model else criteo_cases(quick))]
+
+
+def check_resumed(known: Mapping[str, Mapping[str, Any]], chosen: Sequence[Any]) -> None:
+    """Raise InvalidInputError if a resumed record has a chosen case with the other --exchange,
+    since both have the same name."""
+    for case in chosen:
+        mine = getattr(case, "exchange", None)
+        theirs = known.get(case.name, {}).get("exchange", mine)
+        require("cannot resume from a record", "give the same --exchange as for the record",
+                (f"exchange of {case.name}", theirs, theirs == mine, mine))
 
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
