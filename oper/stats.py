@@ -403,6 +403,8 @@ class AccessStats:
         samples_per_bag: for features whose bags are looked up once for several samples, such as
             those of a user in requests that rank candidates: number of samples per bag, by feature
             (default 1). Planners use it; the other statistics are those of single samples.
+        numbering: id of the mapping from values to rows, as in a preprocessed folder's manifest; ""
+            = unknown.
     """
 
     num_samples: int
@@ -410,6 +412,7 @@ class AccessStats:
     source: str = ""
     ids_in_hotness_order: bool = False
     samples_per_bag: Mapping[str, float] = field(default_factory=dict)
+    numbering: str = ""
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -433,8 +436,10 @@ class AccessStats:
             merge_tables: merges the statistics of one table: (name, earlier part, later part).
 
         Raises:
-            InvalidInputError: the parts have different tables, or a table cannot be merged.
+            InvalidInputError: the parts have different tables or vocabularies, or a table cannot be
+                merged.
         """
+        self.check_same_rows("cannot merge statistics", other)
         mine, theirs = set(self.tables), set(other.tables)
         if mine != theirs:
             raise InvalidInputError("cannot merge statistics", "tables",
@@ -450,9 +455,20 @@ class AccessStats:
             self.num_samples + other.num_samples,
             {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
             " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
-            self.ids_in_hotness_order and other.ids_in_hotness_order, shared)
+            self.ids_in_hotness_order and other.ids_in_hotness_order, shared,
+            self.numbering if self.numbering == other.numbering else "")
 
     __add__ = merge
+
+    def check_same_rows(self, what: str, other: AccessStats) -> None:
+        """Raise InvalidInputError, whose message begins with `what`, if it is known that a row
+        stands for one value in these statistics and for another one in `other`."""
+        both = self.numbering, other.numbering
+        require(what, "count logs preprocessed with one vocabulary (oper preprocess --vocabulary); "
+                "after 'oper vocabulary extend --reorder', renumber the earlier ones with "
+                "oper analyze --merge --remap",
+                ("numbering", both, not all(both) or both[0] == both[1],
+                 "the same vocabulary: equal rows must stand for equal values"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics atomically to one file with checksums, for `load`."""
@@ -475,7 +491,7 @@ class AccessStats:
                                         "level": t.sketch.sample_level}
         meta = {"num_samples": self.num_samples, "source": self.source, "tables": tables,
                 "ids_in_hotness_order": self.ids_in_hotness_order,
-                "samples_per_bag": self.samples_per_bag}
+                "samples_per_bag": self.samples_per_bag, "numbering": self.numbering}
         write_arrays(path, STATS_KIND, STATS_VERSION, arrays, meta)
 
     @staticmethod
@@ -505,7 +521,7 @@ class AccessStats:
                     default_share=entry.get("default_share"), **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]),
-                               meta.get("samples_per_bag", {}))
+                               meta.get("samples_per_bag", {}), str(meta.get("numbering", "")))
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing",
                                   str(error), "a complete header", "regenerate it") from None

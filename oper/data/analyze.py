@@ -54,7 +54,8 @@ def analyze_folder(
     name = folder.manifest.get("recipe", {}).get("name", "?")
     return AccessStats(
         groups.num_rows, {n: c.finish() for n, c in zip(folder.sparse, counters, strict=True)},
-        f"{kind}, recipe {name}, training part", folder.ids_in_hotness_order)
+        f"{kind}, recipe {name}, training part", folder.ids_in_hotness_order,
+        numbering=str(folder.manifest.get("numbering", "")))
 
 
 def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) -> None:

@@ -76,10 +76,13 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
             `plan`, applies to both plans' steps.
 
     Raises:
-        InvalidInputError: the plan does not state its batch size, or a rate is not positive.
+        InvalidInputError: the plan does not state its batch size, a rate is not positive, or the
+            statistics are for different vocabularies.
         PlanError: the topology or the statistics are for other ranks or tables.
     """
     check_batch(plan)
+    if old_stats is not None:
+        old_stats.check_same_rows("cannot compare another plan", stats)
     if not copy_gbps > 0:
         raise InvalidInputError("cannot compare another plan", "copy_gbps", copy_gbps, "> 0",
                                 "pass the rate at which a rank copies rows, in GB/s")
