@@ -236,6 +236,24 @@ def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path, printed: Cal
         assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows
 
 
+@pytest.mark.parametrize("by", ["time", "rows"])
+def test_time_buckets_of_several_days_stay_apart(days: Days, tmp_path: Path, by: str) -> None:
+    choice = Choice(["user", "item", "tags:|"], "clicked", time="ts" if by == "time" else None)
+    recipe = replace(generic_recipe("csv", choice), buckets=3)
+    for k, more in enumerate(({}, {"vocabulary": tmp_path / "0"})):
+        preprocess(recipe, [str(tmp_path / f"day{k}.csv")], tmp_path / str(k),
+                   PreprocessOptions(valid="0", **more))
+    parts = [analyze_folder(tmp_path / str(k)) for k in range(2)]
+    merged = merge_stats(parts)
+    for name, table in merged.tables.items():
+        counted = [b for part in parts for b in part.tables[name].buckets]
+        assert len(counted) == 6 and [b.label for b in table.buckets] == [b.label for b in counted]
+        assert [b.ids.tolist() for b in table.buckets] == [b.ids.tolist() for b in counted]
+    if by == "time":  # 900 rows a minute apart, from midnight; the second bucket begins at 5 h
+        assert [b.label for b in table.buckets][::2] == [
+            f"bucket 1970-01-0{d}T{h:02}:00:00" for d, h in ((1, 0), (1, 10), (2, 5))]
+
+
 def test_statistics_of_other_vocabularies_are_not_merged_or_compared(days: Days, tmp_path: Path
                                                                      ) -> None:
     """Also if all tables have as many rows."""
