@@ -183,7 +183,7 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples
     """Convert the statistics of dynamic tables from keys to rows.
 
     If row numbers stand for hotness in `stats`, or a table has no accesses, all rows of the dynamic
-    table are assumed to be equally hot.
+    table are assumed to be equally hot; only the bag lengths are those of `stats`.
 
     Args:
         stats: statistics of keys.
@@ -196,8 +196,11 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples
         if keys is None:
             continue
         if stats.ids_in_hotness_order or not keys.num_accesses:
-            found[name] = TableStats(of.num_rows, tail_values=np.zeros(1, np.int64),
-                                     tail_num_rows=np.array([of.num_rows]), default_share=0.0)
+            each = np.array([min(1, keys.num_accesses)])  # per row; only ratios are meaningful
+            found[name] = TableStats(of.num_rows, tail_values=each,
+                                     tail_num_rows=np.array([of.num_rows]),
+                                     length_values=keys.length_values,
+                                     length_counts=keys.length_counts, default_share=0.0)
         else:
             lookups = samples_per_update * keys.num_accesses / max(1, stats.num_samples)
             found[name] = rows_of_keys(keys, of.per_update(lookups))

@@ -12,9 +12,11 @@ import oper
 from oper import analysis
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.rows.capacity import DynamicRows, rows_of_keys
+from oper.rows.capacity import DynamicRows, rows_of_keys, stats_of_rows
+from oper.search import make_problem, topology_preset
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
 from tests.integration import module_support
 
 # ---- forecasts -----------------------------------------------------------------------------------
@@ -163,6 +165,23 @@ def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
         for n, share in ((1, 0.5), (3, 0.1), (1, None)))
     assert one.merge(other).default_share == pytest.approx(0.2)
     assert static.merge(one).default_share == 0.5 and static.merge(static).default_share is None
+
+
+def test_equally_hot_rows_of_a_dynamic_table_keep_the_bag_lengths() -> None:
+    """They once had one id per bag if row numbers stood for hotness."""
+    lengths = np.array([0, 20]), np.array([100, 300])
+    table = TableStats.from_counts(100, np.arange(60), np.full(60, 100), lengths)
+    spec, topology = TableSpec("t", 41, 16, ("f",)), topology_preset("h100-8")
+    traffic = []
+    for in_order in (False, True):
+        rows = stats_of_rows(AccessStats(400, {"t": table}, "", in_order),
+                             {"t": DynamicRows(41)}, 512)
+        problem = make_problem([spec], rows, topology, batch_size=64).tables[0]
+        traffic.append(problem.traffic)
+        assert problem.default_share is not None
+    assert traffic[0].num_ids == traffic[1].num_ids == 64 * 15
+    share = problem.cumulative / problem.total[:, None]  # of the table in hotness order
+    assert share == pytest.approx(np.tile(problem.edges / 41, (len(share), 1)))
 
 
 def test_an_infinite_half_life_equals_none() -> None:
