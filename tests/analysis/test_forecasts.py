@@ -167,6 +167,32 @@ def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
     assert static.merge(one).default_share == 0.5 and static.merge(static).default_share is None
 
 
+@pytest.mark.parametrize("num_rows", [1_000, 4_000])
+def test_presence_of_rows_is_that_of_replayed_lookups(num_rows: int) -> None:
+    """It once subtracted every miss, so that large windows touched hardly any row."""
+    keys = log_of(1 << 15, 1.0, size=200_000)
+    rows = rows_of_keys(counted(keys, presence_samples=(512, 4096, 16384)),
+                        DynamicRows(num_rows, eviction="lfu"))
+    distinct, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    held = np.argsort(-counts, kind="stable")[:rows.num_touched_rows - 1]
+    row = np.where(np.isin(np.arange(distinct.size), held), np.arange(distinct.size), -1)[inverse]
+    for n, found in zip(rows.presence_samples, rows.presence_rows, strict=True):
+        windows = row[:row.size // n * n].reshape(-1, n)
+        assert found == pytest.approx(np.mean([np.unique(x).size for x in windows]), rel=0.06)
+
+
+def test_presence_of_rows_does_not_depend_on_how_lookups_are_divided_into_bags() -> None:
+    keys = log_of(1 << 12) & ((1 << 20) - 1)
+    as_features = [{"a": keys[k:k + 2_000:2], "b": keys[k + 1:k + 2_000:2]}
+                   for k in range(0, keys.size, 2_000)]
+    as_bags = [{"a": (keys[k:k + 2_000], np.full(1_000, 2))} for k in range(0, keys.size, 2_000)]
+    found = [rows_of_keys(analysis.collect(batches, [TableSpec("t", 1 << 20, 8, features)]).tables[
+        "t"], DynamicRows(500)) for batches, features in (
+            (as_features, ("a", "b")), (as_bags, ("a",)))]
+    assert found[0].presence_rows.size and found[0].default_share == found[1].default_share
+    assert found[0].presence_rows == pytest.approx(found[1].presence_rows)
+
+
 def test_equally_hot_rows_of_a_dynamic_table_keep_the_bag_lengths() -> None:
     """They once had one id per bag if row numbers stood for hotness."""
     lengths = np.array([0, 20]), np.array([100, 300])
