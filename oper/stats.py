@@ -70,7 +70,8 @@ class TimeBucket:
     Attributes:
         label: name of the time span; a merge adds buckets with equal labels.
         ids: int64 [K], ascending.
-        counts: int64 [K], accesses of each id, all >= 1.
+        counts: int64 [K], accesses of each id, all >= 1. If the exact counts of the span exceeded
+            the memory budget, only its most accessed ids (up to 65,536) with lower bounds.
     """
 
     label: str

@@ -55,6 +55,9 @@ class PresenceSampler:
         self._sizes = sizes
         self._block = sizes[-1]
         self._bits = (self._block - 1).bit_length()
+        require("cannot measure presence", "measure smaller windows",
+                ("num_samples, num_rows", (sizes[-1], num_rows), num_rows << self._bits <= 1 << 63,
+                 "a product of at most 2^63, the range of the keys that are sorted"))
         # Row and sample are packed into one sort key; 32 bits sort about twice as fast as 64.
         small = num_rows << self._bits <= 2**32
         self._dtype: np.dtype[Any] = np.dtype(np.uint32 if small else np.int64)

@@ -183,6 +183,9 @@ def test_a_thinned_log_stays_close_to_the_full_one() -> None:
 def test_window_sizes_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="num_samples"):
         PresenceSampler(10, (0, 4))
+    PresenceSampler(1 << 40, (1 << 23,))
+    with pytest.raises(InvalidInputError, match="smaller windows"):  # they once overflowed
+        PresenceSampler(1 << 40, (1 << 23, (1 << 23) + 1))
 
 
 # ---- published value counts ----------------------------------------------------------------------
