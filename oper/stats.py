@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, differing_names, require
 from oper.ranges import Positive, Share, rules_of
+from oper.support.counts import hotness_order as hotness_order
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -23,23 +24,6 @@ STATS_VERSION = 2
 
 _EMPTY_I64 = np.zeros(0, np.int64)
 _EMPTY_F64 = np.zeros(0, np.float64)
-
-
-def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return indices that sort ids by descending count, with ties in ascending order of id.
-
-    Args:
-        ids: int64 [H].
-        counts: int64 [H], access count of each id.
-
-    Returns:
-        int64 [H], indices into `ids`.
-    """
-    if not counts.size or (np.diff(ids) <= 0).any():
-        return np.lexsort((ids, -counts))
-    # Ids ascend already: a stable sort by count suffices; for 16-bit keys NumPy uses a radix sort.
-    below = counts.max() - counts
-    return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")
 
 
 def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:

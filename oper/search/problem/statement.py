@@ -451,16 +451,13 @@ def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.
     probability `p_r` of an access to each row (float64 [K]).
 
     Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but each gets no more than
-    the coldest row that was seen. Unless ids are `in_order`, the classes of the head precede those
-    of other rows, even if some of these are hotter, as keys may be hotter than the default row.
+    the coldest row that was seen. Unless ids are `in_order`, rows of the head precede all others.
     """
     counts, rows = stats.count_histogram()
-    rows = rows.copy()
-    if not in_order and stats.head_counts.size and (
-            stats.tail_values.max(initial=0) > stats.head_counts[-1]):
-        counts, rows = np.unique(stats.head_counts, return_counts=True)
-        counts = np.concatenate([counts[::-1], stats.tail_values[::-1]])
-        rows = np.concatenate([rows[::-1], stats.tail_num_rows[::-1]])
+    if not in_order and (stats.tail_values.max(initial=0) > stats.head_counts).any():
+        head = np.unique(stats.head_counts, return_counts=True)
+        tail = stats.tail_values, stats.tail_num_rows
+        counts, rows = (np.append(a[::-1], b[::-1]) for a, b in zip(head, tail, strict=True))
     total = float(stats.num_accesses)
     coldest = float(counts[counts > 0].min())
     unseen = float(rows[counts == 0].sum())
