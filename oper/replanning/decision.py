@@ -87,8 +87,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         raise InvalidInputError("cannot compare another plan", "copy_gbps", copy_gbps, "> 0",
                                 "pass the rate at which a rank copies rows, in GB/s")
     tables = [t.table for t in plan.tables]
-    given = {"message_bits": plan.message_bits, "overlap": plan.notes.get("overlap_us"),
-             **dict(options or {})}
+    given: dict[str, Any] = {"message_bits": plan.message_bits,
+                             "overlap": plan.notes.get("overlap_us"), **dict(options or {})}
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **given)
     found = {} if old_stats is None else {
