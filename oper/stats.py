@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, differing_names, require
 from oper.ranges import Positive, Share, rules_of
+from oper.support.counts import hotness_order as hotness_order
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -23,23 +24,6 @@ STATS_VERSION = 2
 
 _EMPTY_I64 = np.zeros(0, np.int64)
 _EMPTY_F64 = np.zeros(0, np.float64)
-
-
-def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return indices that sort ids by descending count, with ties in ascending order of id.
-
-    Args:
-        ids: int64 [H].
-        counts: int64 [H], access count of each id.
-
-    Returns:
-        int64 [H], indices into `ids`.
-    """
-    if not counts.size or (np.diff(ids) <= 0).any():
-        return np.lexsort((ids, -counts))
-    # Ids ascend already: a stable sort by count suffices; for 16-bit keys NumPy uses a radix sort.
-    below = counts.max() - counts
-    return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")
 
 
 def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:
@@ -70,7 +54,8 @@ class TimeBucket:
     Attributes:
         label: name of the time span; a merge adds buckets with equal labels.
         ids: int64 [K], ascending.
-        counts: int64 [K], accesses of each id, all >= 1.
+        counts: int64 [K], accesses of each id, all >= 1. If the exact counts of the span exceeded
+            the memory budget, only its most accessed ids (up to 65,536) with lower bounds.
     """
 
     label: str
@@ -133,7 +118,8 @@ class TableStats:
         length_counts: int64 [P], number of bags of each length, over all features of the table.
         presence_samples: int64 [Q], ascending numbers of samples n.
         presence_rows: float64 [Q], mean number of distinct rows touched by n consecutive samples.
-        presence_windows: int64 [Q], number of windows of n samples averaged in each mean.
+        presence_windows: int64 [Q], number of windows of n samples that each mean stands for, of
+            which some may have been measured: a merge weights means by it.
         buckets: time buckets in chronological order.
         sketch: sketches for merging inexact counts, or None.
         new_ids: int64 [T], number of ids first seen in each time bucket, in chronological order;
@@ -403,6 +389,8 @@ class AccessStats:
         samples_per_bag: for features whose bags are looked up once for several samples, such as
             those of a user in requests that rank candidates: number of samples per bag, by feature
             (default 1). Planners use it; the other statistics are those of single samples.
+        numbering: id of the mapping from values to rows, as in a preprocessed folder's manifest; ""
+            = unknown.
     """
 
     num_samples: int
@@ -410,6 +398,7 @@ class AccessStats:
     source: str = ""
     ids_in_hotness_order: bool = False
     samples_per_bag: Mapping[str, float] = field(default_factory=dict)
+    numbering: str = ""
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -433,8 +422,10 @@ class AccessStats:
             merge_tables: merges the statistics of one table: (name, earlier part, later part).
 
         Raises:
-            InvalidInputError: the parts have different tables, or a table cannot be merged.
+            InvalidInputError: the parts have different tables or vocabularies, or a table cannot be
+                merged.
         """
+        self.check_same_rows("cannot merge statistics", other)
         mine, theirs = set(self.tables), set(other.tables)
         if mine != theirs:
             raise InvalidInputError("cannot merge statistics", "tables",
@@ -450,9 +441,20 @@ class AccessStats:
             self.num_samples + other.num_samples,
             {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
             " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
-            self.ids_in_hotness_order and other.ids_in_hotness_order, shared)
+            self.ids_in_hotness_order and other.ids_in_hotness_order, shared,
+            self.numbering if self.numbering == other.numbering else "")
 
     __add__ = merge
+
+    def check_same_rows(self, what: str, other: AccessStats) -> None:
+        """Raise InvalidInputError, whose message begins with `what`, if it is known that a row
+        stands for one value in these statistics and for another one in `other`."""
+        both = self.numbering, other.numbering
+        require(what, "count logs preprocessed with one vocabulary (oper preprocess --vocabulary); "
+                "after 'oper vocabulary extend --reorder', renumber the earlier ones with "
+                "oper analyze --merge --remap",
+                ("numbering", both, not all(both) or both[0] == both[1],
+                 "the same vocabulary: equal rows must stand for equal values"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics atomically to one file with checksums, for `load`."""
@@ -475,7 +477,7 @@ class AccessStats:
                                         "level": t.sketch.sample_level}
         meta = {"num_samples": self.num_samples, "source": self.source, "tables": tables,
                 "ids_in_hotness_order": self.ids_in_hotness_order,
-                "samples_per_bag": self.samples_per_bag}
+                "samples_per_bag": self.samples_per_bag, "numbering": self.numbering}
         write_arrays(path, STATS_KIND, STATS_VERSION, arrays, meta)
 
     @staticmethod
@@ -505,7 +507,7 @@ class AccessStats:
                     default_share=entry.get("default_share"), **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]),
-                               meta.get("samples_per_bag", {}))
+                               meta.get("samples_per_bag", {}), str(meta.get("numbering", "")))
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing",
                                   str(error), "a complete header", "regenerate it") from None

@@ -115,6 +115,19 @@ def test_after_drift_a_new_plan_saves_time(old_plan: Plan) -> None:
     assert found.break_even_steps * gain == pytest.approx(found.copy_us)
 
 
+def test_dense_compute_hides_phases_of_both_plans(old_plan: Plan) -> None:
+    hidden = {"forward": 3 * old_plan.step_us}  # as long as the old plan's step after the drift
+    shown = oper.replan(old_plan, stats(11), TOPOLOGY)
+    for plan, options in ((old_plan, {"overlap": hidden}),
+                          (replace(old_plan, notes={**old_plan.notes, "overlap_us": hidden}), {})):
+        found = oper.replan(plan, stats(11), TOPOLOGY, options=options)
+        assert found.plan.notes["overlap_us"] == hidden
+        assert found.new_step_us == pytest.approx(found.plan.step_us, abs=0.1)
+        for step, without in ((found.old_step_us, shown.old_step_us),
+                              (found.new_step_us, shown.new_step_us)):
+            assert step == pytest.approx(max(0.0, without - hidden["forward"]), abs=0.1)
+
+
 def test_ids_in_hotness_order_that_no_longer_are() -> None:
     """With preprocessed ids, the order of the plan is the id itself, which drift invalidates, too.
     """

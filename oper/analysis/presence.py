@@ -55,6 +55,9 @@ class PresenceSampler:
         self._sizes = sizes
         self._block = sizes[-1]
         self._bits = (self._block - 1).bit_length()
+        require("cannot measure presence", "measure smaller windows",
+                ("num_samples, num_rows", (sizes[-1], num_rows), num_rows << self._bits <= 1 << 63,
+                 "a product of at most 2^63, the range of the keys that are sorted"))
         # Row and sample are packed into one sort key; 32 bits sort about twice as fast as 64.
         small = num_rows << self._bits <= 2**32
         self._dtype: np.dtype[Any] = np.dtype(np.uint32 if small else np.int64)
@@ -123,10 +126,12 @@ class PresenceSampler:
     def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return window sizes int64 [Q], mean distinct rows float64 [Q], number of windows [Q].
 
-        The last block of the log counts up to its last complete window. Window sizes without a
-        complete window are left out.
+        The numbers are those of the log's complete windows, measured or not. The last block of the
+        log counts up to its last complete window. Window sizes without a complete window are left
+        out.
         """
-        self._close(self._at % self._block)
+        blocks, rest = divmod(self._at, self._block)
+        self._close(rest)
         sizes, means, counts = [], [], []
         for n in self._sizes:
             pairs = [record[n] for record in self._records if n in record]
@@ -134,5 +139,5 @@ class PresenceSampler:
             if windows:
                 sizes.append(n)
                 means.append(sum(rows for rows, _ in pairs) / windows)
-                counts.append(windows)
+                counts.append(blocks * (self._block // n) + rest // n)
         return (np.array(sizes, np.int64), np.array(means, np.float64), np.array(counts, np.int64))

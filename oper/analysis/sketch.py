@@ -402,8 +402,8 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
             after ``oper vocabulary extend``; equal row numbers must mean equal values.
 
     Raises:
-        InvalidInputError: there are no parts, they are of different tables, or a table has no
-            counts of single rows in its tail (for example from published counts).
+        InvalidInputError: there are no parts, they are of different tables or vocabularies, or a
+            table has no counts of single rows in its tail (for example from published counts).
     """
     ready: list[tuple[int, AccessStats]] = []  # by decreasing size, so that few are in memory
     for part in parts:
@@ -434,7 +434,7 @@ def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
             "pass the re-map of the vocabulary that these tables' logs were read with")
     tables = {n: t.grown(remap[n].size).renumbered(remap[n]) for n, t in stats.tables.items()}
     hot = [t.head_ids[t.head_ids > 0] for t in tables.values()]
-    return replace(stats, tables=tables, ids_in_hotness_order=all(
+    return replace(stats, tables=tables, numbering="", ids_in_hotness_order=all(
         np.array_equal(ids, np.arange(1, ids.size + 1)) for ids in hot))
 
 

@@ -67,8 +67,10 @@ def drift(table: TableStats) -> float:
     """Return the mean total variation distance of consecutive time buckets, 0 (equal) to 1.
 
     The distance is half the sum over rows of the absolute difference of access shares. It includes
-    sampling noise: a stationary log with many rare ids has a drift above 0. NaN with fewer than two
-    buckets.
+    sampling noise: a stationary log with many rare ids has a drift above 0. In a table with
+    sketches (`TableStats.sketch`), buckets may have only their most accessed ids, whose shares of
+    one another are compared: such a drift is usually lower, without that noise. NaN with fewer than
+    two buckets.
     """
     found = bucket_distances(table)
     return float(np.mean(found)) if found else float("nan")

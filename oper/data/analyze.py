@@ -41,20 +41,29 @@ def analyze_folder(
     counters = _counters(folder, options or CountOptions())
     groups = RowGroups(folder, "train", (folder.bucket, *folder.sparse),
                        frozenset(folder.multi_hot))
-    reader = GroupReader(groups)
+    reader, labels = GroupReader(groups), _labels(folder)
     with tqdm(total=groups.num_rows, desc="counting", unit=" rows", unit_scale=True,
               disable=not show_progress) as bar:
         for group in range(groups.rows.size):
             found = reader.read(group)
             buckets = found[folder.bucket].values
             _check_buckets(groups.place(group)[0], folder, buckets)
-            _count(counters, folder.bucket_labels, buckets, [found[n] for n in folder.sparse])
+            _count(counters, labels, buckets, [found[n] for n in folder.sparse])
             bar.update(buckets.size)
     kind = "synthetic log" if folder.manifest.get("synthetic") else "log"
     name = folder.manifest.get("recipe", {}).get("name", "?")
     return AccessStats(
         groups.num_rows, {n: c.finish() for n, c in zip(folder.sparse, counters, strict=True)},
-        f"{kind}, recipe {name}, training part", folder.ids_in_hotness_order)
+        f"{kind}, recipe {name}, training part", folder.ids_in_hotness_order,
+        numbering=str(folder.manifest.get("numbering", "")))
+
+
+def _labels(folder: Folder) -> list[str]:
+    """Return the labels of the time buckets, which differ between folders of different times or
+    logs: statistics of several days keep a bucket for each when they are merged."""
+    starts, job = folder.bucket_starts, str(folder.manifest.get("job", ""))
+    return [f"{folder.bucket} {start}" for start in starts] or [
+        f"{label} of log {job[:8]}" if job else label for label in folder.bucket_labels]
 
 
 def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) -> None:

@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 LOOKUPS = "lookups.parquet"  # only in the output of 'oper generate', which is not preprocessed
 SPLITS = ("train", "valid", "test")
 MAX_BUCKETS = 1 << 15  # buckets are int16
+_MOST_S = 1 << 40      # beyond all times that logs may have
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -128,6 +129,8 @@ class Folder:
             if not set(multi_hot) <= set(sparse):
                 raise ValueError(f"multi_hot={list(multi_hot)} are not all sparse columns")
             _whole("buckets", manifest["split"]["buckets"], 1, MAX_BUCKETS)
+            _whole("first_second", manifest["split"].get("first_second", 0), -_MOST_S, _MOST_S)
+            _whole("seconds", manifest["split"].get("seconds", 1), 1, _MOST_S)
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
@@ -172,6 +175,16 @@ class Folder:
     def bucket_labels(self) -> list[str]:
         """Label of each time bucket, by bucket index."""
         return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]
+
+    @property
+    def bucket_starts(self) -> list[str]:
+        """Start of each time bucket (ISO 8601, UTC), by bucket index; empty if the log was split by
+        rows or preprocessed by a release that did not write these times."""
+        split = self.manifest["split"]
+        if "first_second" not in split or "seconds" not in split:
+            return []
+        first, seconds, count = split["first_second"], split["seconds"], split["buckets"]
+        return [str(np.datetime64(first - -k * seconds // count, "s")) for k in range(count)]
 
     def tables(self, dim: int, num_rows: Sequence[int] = (), **fields: Any
                ) -> tuple[TableSpec, ...]:

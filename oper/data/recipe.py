@@ -76,7 +76,8 @@ class Column:
         transform: transform of a dense column or of a label that is a number, ``"log1p"`` =
             log(1 + max(x, 0)), or ``"none"``.
         source: alternative names of the column in the header or schema of files; empty = `name`.
-        missing: strings that denote a missing field, in addition to the empty string.
+        missing: strings that denote a missing field, in addition to the empty string; in a Parquet
+            or JSON column of numbers, the numbers that they denote.
         threshold: smallest number that gives label 1, with ``parse="threshold"``.
         positive: strings that give label 1, with ``parse="among"``.
         multi: character between the ids of one field; empty = one id per field.
@@ -118,7 +119,8 @@ class LayoutOptions:
             same.
         filter: conditions ``COLUMN OP VALUE`` on the rows of Parquet and text files, where OP is
             ==, !=, <, <=, > or >=. Rows that violate one are ignored; a missing field violates
-            all. In text without a header, COLUMN is a name in the recipe.
+            all. Strings are compared as numbers if they are to be less or more than a number. In
+            text without a header, COLUMN is a name in the recipe.
     """
 
     format: Annotated[str, one_of(*FORMATS)] = "text"

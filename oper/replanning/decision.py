@@ -17,6 +17,7 @@ from oper.plan import Plan, TablePlan
 from oper.replanning.moves import moves
 from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
+from oper.search.problem.statement import with_overlap
 from oper.stats import AccessStats, TableStats, hotness_order
 from oper.tables import OPTIMIZERS
 from oper.topology import Topology
@@ -71,25 +72,31 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         topology: the machine, with as many ranks as `plan`.
         old_stats: the statistics that `plan` was made from, for `distance`; None = no distances.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
-        options: keyword arguments of `oper.make_plan`.
+        options: keyword arguments of `oper.make_plan`. Their ``overlap``, by default that of
+            `plan`, applies to both plans' steps.
 
     Raises:
-        InvalidInputError: the plan does not state its batch size, or a rate is not positive.
+        InvalidInputError: the plan does not state its batch size, a rate is not positive, or the
+            statistics are for different vocabularies.
         PlanError: the topology or the statistics are for other ranks or tables.
     """
     check_batch(plan)
+    if old_stats is not None:
+        old_stats.check_same_rows("cannot compare another plan", stats)
     if not copy_gbps > 0:
         raise InvalidInputError("cannot compare another plan", "copy_gbps", copy_gbps, "> 0",
                                 "pass the rate at which a rank copies rows, in GB/s")
     tables = [t.table for t in plan.tables]
+    given: dict[str, Any] = {"message_bits": plan.message_bits,
+                             "overlap": plan.notes.get("overlap_us"), **dict(options or {})}
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
-                    **{"message_bits": plan.message_bits, **dict(options or {})})
+                    **given)
     found = {} if old_stats is None else {
         t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables
         if t.name in old_stats.tables and t.name in stats.tables}
     copied, moved = _copied_bytes(new), moves(plan, new, topology.domain_of())
     return Replanning(
-        new, found, step_us(plan, stats, topology), step_us(new, stats, topology),
+        new, found, *(step_us(x, stats, topology, given["overlap"] or {}) for x in (plan, new)),
         round(moved.owner_bytes), round(moved.between.sum()), copied,
         moved.transfer_us(topology) + copied / (copy_gbps * 1e3))
 
@@ -102,11 +109,19 @@ def check_batch(plan: Plan) -> None:
                                 "set batch_size in the plan, or use a plan made by oper plan")
 
 
-def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
+def step_us(plan: Plan, stats: AccessStats, topology: Topology,
+            overlap: Mapping[str, Any] | None = None) -> float:
     """Modelled step, in microseconds, of a plan on statistics that it was not made from.
 
+    Args:
+        plan: the plan.
+        stats: access statistics of its tables.
+        topology: the machine.
+        overlap: dense compute during which a phase can run, as for `oper.make_plan`; None = as the
+            plan was made with.
+
     Raises:
-        InvalidInputError: the plan does not state its batch size.
+        InvalidInputError: the plan does not state its batch size, or `overlap` is invalid.
     """
     check_batch(plan)
     relabelled, entries = {}, []
@@ -119,7 +134,9 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
                         samples_per_bag=stats.samples_per_bag)
     stated = make_problem([t.table for t in plan.tables], moved, topology,
                           objective=plan.objective, batch_size=plan.batch_size)
-    problem = replace(stated, message_bits=plan.message_bits)
+    problem = replace(with_overlap(
+        stated, plan.notes.get("overlap_us") if overlap is None else overlap),
+        message_bits=plan.message_bits)
     return evaluate(replace(plan, tables=tuple(entries)), problem).step_us
 
 

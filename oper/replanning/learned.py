@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from oper.errors import InvalidInputError
-from oper.rows.capacity import bags_of_keys
+from oper.rows.capacity import with_bags_of_keys
 from oper.sharding import tables_of
 from oper.stats import AccessStats, TableStats, hotness_order
 
@@ -94,8 +94,9 @@ def _learned(tables: ShardedTables, name: str, keys: TableStats) -> TableStats:
     rows[0] = num_rows - head.size - int(rows.sum())  # without accesses
     values, at = np.unique(values, return_inverse=True)
     rows = np.bincount(at, rows, minlength=values.size).astype(np.int64)
-    return TableStats(num_rows, ids[head], counts[head], values[rows > 0], rows[rows > 0],
-                      **bags_of_keys(keys, usage.default_share))
+    return with_bags_of_keys(
+        TableStats(num_rows, ids[head], counts[head], values[rows > 0], rows[rows > 0]), keys,
+        usage.default_share)
 
 
 def _counted(tables: ShardedTables, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,8 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
         copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
 
     Raises:
-        InvalidInputError: statistics are for other tables, or have a table without accesses.
+        InvalidInputError: statistics are for other tables or vocabularies, or have a table without
+            accesses.
         PlanError: the plan is for other tables or ranks.
     """
     found = []
@@ -58,6 +59,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
             raise InvalidInputError("cannot compare statistics", "tables",
                                     sorted(stats.tables.keys() ^ old.tables.keys())[:8],
                                     "the same tables in both", "count the same tables")
+        old.check_same_rows("cannot compare statistics", stats)
         change = None if planned is None else replan(
             planned[0], stats, planned[1], copy_gbps=copy_gbps)
         found.append(Drift(name, {n: distance(t, stats.tables[n])

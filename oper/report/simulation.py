@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from oper.analysis.presence import Lookups
 from oper.data.generate.generator import TableModel, bag_lengths
-from oper.data.generate.popularity import Popularity
+from oper.data.generate.popularity import Popularity, levels
 from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import MessageBits
 from oper.plan import Plan
@@ -241,9 +241,10 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 def _model(name: str, stats: TableStats) -> TableModel:
     """A model of a table's lookups with the counted frequencies; rows that were never looked up are
     never drawn."""
-    counts, rows = stats.count_histogram()
+    counts, rows = levels(stats)
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
-    return TableModel(name, Popularity.of(rows, weights), bag_lengths(stats), 0.0, stats.head_ids)
+    return TableModel(name, Popularity.of(rows, weights, sort=False), bag_lengths(stats), 0.0,
+                      stats.head_ids)
 
 
 # ---- output --------------------------------------------------------------------------------------

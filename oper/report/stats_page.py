@@ -48,8 +48,11 @@ def stats_page(stats: AccessStats) -> str:
              lambda t: (t.length_values, t.length_counts / max(1, t.num_bags)),
              ("ids per bag", "share of bags"), ("symlog" if longest > 32 else "linear", "linear"))
     if any(len(t.buckets) > 1 for _, t in busiest):
+        sketched = [short(n) for n, t in busiest if t.sketch is not None]
         plot("Drift", "Total variation distance of the lookups in consecutive time buckets: "
-             "0 = equal, 1 = disjoint; rare ids add noise.", _drift,
+             "0 = equal, 1 = disjoint; rare ids add noise." + (
+                 f" Only of the most frequent ids of a bucket, hence usually lower: "
+                 f"{', '.join(sketched)}." if sketched else ""), _drift,
              ("time bucket", "distance from the previous one"), top=1.0)
     rows = [[n, f"{s.num_rows:,}", f"{s.num_touched_rows:,}", f"{s.num_accesses:,}",
              f"{s.pooling_factor:.2f}", f"{s.hottest:.3f}", f"{s.top_1pct:.3f}",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -157,25 +157,38 @@ def rows_of_keys(table: TableStats, of: DynamicRows) -> TableStats:
     values, at = np.unique(np.append(each, 0), return_inverse=True)
     rows = np.bincount(at, rows, minlength=values.size).astype(np.int64)
     values, rows = values[rows > 0], rows[rows > 0]
-    return TableStats(num_rows, np.zeros(head.size, np.int64), head, values, rows,
-                      **bags_of_keys(table, float(found.misses.sum())
-                                     / max(1, table.num_accesses)))
+    return with_bags_of_keys(
+        TableStats(num_rows, np.zeros(head.size, np.int64), head, values, rows), table,
+        float(found.misses.sum()) / max(1, table.num_accesses))
 
 
-def bags_of_keys(table: TableStats, default_share: float) -> dict[str, Any]:
-    """Return the fields of a dynamic table's `TableStats` that describe its bags and lookups.
+def with_bags_of_keys(rows: TableStats, keys: TableStats, default_share: float) -> TableStats:
+    """Return the statistics of a dynamic table's rows with the bags and presence of its keys.
+
+    A window of samples touches as many rows as that number of independent lookups of rows with
+    which independent lookups of keys would touch as many keys as measured.
 
     Args:
-        table: statistics of the keys.
+        rows: access counts of the rows.
+        keys: statistics of the keys.
         default_share: share of the lookups that read the default row.
     """
-    missed = default_share * table.presence_samples * table.pooling_factor
-    return {"default_share": default_share,
-            "length_values": table.length_values, "length_counts": table.length_counts,
-            "presence_samples": table.presence_samples,
-            "presence_windows": table.presence_windows,
-            # A lookup that misses counts as a distinct key, but all misses read the default row.
-            "presence_rows": np.maximum(1.0, table.presence_rows - missed + (default_share > 0))}
+    known, placed = keys.count_histogram(), rows.count_histogram()
+
+    def touched(of: tuple[np.ndarray, np.ndarray], log_lookups: float) -> float:
+        """Distinct keys or rows of `count_histogram` that independent lookups touch."""
+        counts, number = of
+        share = counts / max(1, int(counts @ number))
+        return float(number @ -np.expm1(-np.exp(log_lookups) * share))
+
+    def log_lookups(distinct: float) -> float:
+        return falling_root(lambda x: distinct - touched(known, x), -5.0, 60.0)
+
+    found = np.array([touched(placed, log_lookups(n)) for n in keys.presence_rows.tolist()])
+    return replace(
+        rows, default_share=default_share, length_values=keys.length_values,
+        length_counts=keys.length_counts, presence_samples=keys.presence_samples,
+        presence_windows=keys.presence_windows, presence_rows=np.maximum(1.0, found))
 
 
 def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples_per_update: int
@@ -183,7 +196,7 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples
     """Convert the statistics of dynamic tables from keys to rows.
 
     If row numbers stand for hotness in `stats`, or a table has no accesses, all rows of the dynamic
-    table are assumed to be equally hot.
+    table are assumed to be equally hot; only the bag lengths are those of `stats`.
 
     Args:
         stats: statistics of keys.
@@ -196,8 +209,11 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples
         if keys is None:
             continue
         if stats.ids_in_hotness_order or not keys.num_accesses:
-            found[name] = TableStats(of.num_rows, tail_values=np.zeros(1, np.int64),
-                                     tail_num_rows=np.array([of.num_rows]), default_share=0.0)
+            each = np.array([min(1, keys.num_accesses)])  # per row; only ratios are meaningful
+            found[name] = TableStats(of.num_rows, tail_values=each,
+                                     tail_num_rows=np.array([of.num_rows]),
+                                     length_values=keys.length_values,
+                                     length_counts=keys.length_counts, default_share=0.0)
         else:
             lookups = samples_per_update * keys.num_accesses / max(1, stats.num_samples)
             found[name] = rows_of_keys(keys, of.per_update(lookups))

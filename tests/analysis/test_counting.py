@@ -177,12 +177,31 @@ def test_a_thinned_log_stays_close_to_the_full_one() -> None:
     truth = np.mean([np.unique(ids[k:k + 256]).size for k in range(0, ids.size, 256)])
     assert samples.tolist() == [64, 256]
     assert means[1] == pytest.approx(truth, rel=0.02)
-    assert 8 <= windows[1] <= 17 and windows[0] >= 4 * (windows[1] - 1)
+    assert windows.tolist() == [400_000 // 64, 400_000 // 256]
+
+
+def test_presence_of_merged_parts_is_that_of_the_whole_log() -> None:
+    """Also if they differ in length: of a long part, few windows are measured."""
+    rng = np.random.default_rng(5)
+    parts = []
+    for num_samples, num_ids in ((300_000, 40), (3_000, 4_000)):
+        counter = TableCounter("t", 4_000, presence_samples=(64, 256))
+        for _ in range(num_samples // 1_000):
+            counter.add([Lookups(rng.integers(0, num_ids, 1_000))])
+        parts.append(counter.finish())
+    both = parts[0].merge(parts[1])
+    assert both.presence_windows[1] == 300_000 // 256 + 3_000 // 256
+    truth = [(300 * a + 3 * b) / 303 for a, b in zip(*(p.presence_rows for p in parts),
+                                                     strict=True)]
+    assert both.presence_rows == pytest.approx(truth, rel=0.01)
 
 
 def test_window_sizes_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="num_samples"):
         PresenceSampler(10, (0, 4))
+    PresenceSampler(1 << 40, (1 << 23,))
+    with pytest.raises(InvalidInputError, match="smaller windows"):  # they once overflowed
+        PresenceSampler(1 << 40, (1 << 23, (1 << 23) + 1))
 
 
 # ---- published value counts ----------------------------------------------------------------------

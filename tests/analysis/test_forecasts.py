@@ -12,9 +12,11 @@ import oper
 from oper import analysis
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.rows.capacity import DynamicRows, rows_of_keys
+from oper.rows.capacity import DynamicRows, rows_of_keys, stats_of_rows
+from oper.search import make_problem, topology_preset
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
 from tests.integration import module_support
 
 # ---- forecasts -----------------------------------------------------------------------------------
@@ -163,6 +165,49 @@ def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
         for n, share in ((1, 0.5), (3, 0.1), (1, None)))
     assert one.merge(other).default_share == pytest.approx(0.2)
     assert static.merge(one).default_share == 0.5 and static.merge(static).default_share is None
+
+
+@pytest.mark.parametrize("num_rows", [1_000, 4_000])
+def test_presence_of_rows_is_that_of_replayed_lookups(num_rows: int) -> None:
+    """It once subtracted every miss, so that large windows touched hardly any row."""
+    keys = log_of(1 << 15, 1.0, size=200_000)
+    rows = rows_of_keys(counted(keys, presence_samples=(512, 4096, 16384)),
+                        DynamicRows(num_rows, eviction="lfu"))
+    distinct, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    held = np.argsort(-counts, kind="stable")[:rows.num_touched_rows - 1]
+    row = np.where(np.isin(np.arange(distinct.size), held), np.arange(distinct.size), -1)[inverse]
+    for n, found in zip(rows.presence_samples, rows.presence_rows, strict=True):
+        windows = row[:row.size // n * n].reshape(-1, n)
+        assert found == pytest.approx(np.mean([np.unique(x).size for x in windows]), rel=0.06)
+
+
+def test_presence_of_rows_does_not_depend_on_how_lookups_are_divided_into_bags() -> None:
+    keys = log_of(1 << 12) & ((1 << 20) - 1)
+    as_features = [{"a": keys[k:k + 2_000:2], "b": keys[k + 1:k + 2_000:2]}
+                   for k in range(0, keys.size, 2_000)]
+    as_bags = [{"a": (keys[k:k + 2_000], np.full(1_000, 2))} for k in range(0, keys.size, 2_000)]
+    found = [rows_of_keys(analysis.collect(batches, [TableSpec("t", 1 << 20, 8, features)]).tables[
+        "t"], DynamicRows(500)) for batches, features in (
+            (as_features, ("a", "b")), (as_bags, ("a",)))]
+    assert found[0].presence_rows.size and found[0].default_share == found[1].default_share
+    assert found[0].presence_rows == pytest.approx(found[1].presence_rows)
+
+
+def test_equally_hot_rows_of_a_dynamic_table_keep_the_bag_lengths() -> None:
+    """They once had one id per bag if row numbers stood for hotness."""
+    lengths = np.array([0, 20]), np.array([100, 300])
+    table = TableStats.from_counts(100, np.arange(60), np.full(60, 100), lengths)
+    spec, topology = TableSpec("t", 41, 16, ("f",)), topology_preset("h100-8")
+    traffic = []
+    for in_order in (False, True):
+        rows = stats_of_rows(AccessStats(400, {"t": table}, "", in_order),
+                             {"t": DynamicRows(41)}, 512)
+        problem = make_problem([spec], rows, topology, batch_size=64).tables[0]
+        traffic.append(problem.traffic)
+        assert problem.default_share is not None
+    assert traffic[0].num_ids == traffic[1].num_ids == 64 * 15
+    share = problem.cumulative / problem.total[:, None]  # of the table in hotness order
+    assert share == pytest.approx(np.tile(problem.edges / 41, (len(share), 1)))
 
 
 def test_an_infinite_half_life_equals_none() -> None:

@@ -288,8 +288,8 @@ def test_logs_without_usable_rows(tmp_path: Path) -> None:
 
 def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path) -> None:
     rows = invent(700)
-    preprocess(KAGGLE, [train_log(tmp_path, rows)], tmp_path / "out",
-               PreprocessOptions(row_group_rows=100, part_rows=250))
+    manifest = preprocess(KAGGLE, [train_log(tmp_path, rows)], tmp_path / "out",
+                          PreprocessOptions(row_group_rows=100, part_rows=250))
     stats = analyze_folder(tmp_path / "out")
     assert stats.num_samples == 600 and stats.ids_in_hotness_order
     for c in range(26):
@@ -300,7 +300,8 @@ def test_analysis_of_a_folder_is_exact_and_in_hotness_order(tmp_path: Path) -> N
         assert counts == Counter(ids[:600])
         after_row_0 = [i for i in table.head_ids.tolist() if i]
         assert after_row_0 == sorted(after_row_0), "ids beyond row 0 ascend as counts descend"
-        assert [b.label for b in table.buckets] == [f"day {d}" for d in range(6)]
+        assert [b.label for b in table.buckets] == [
+            f"day {d} of log {manifest['job'][:8]}" for d in range(6)]
         for day, bucket in enumerate(table.buckets):
             assert counts_by(bucket.ids, bucket.counts) == Counter(
                 ids[day * 100:(day + 1) * 100])

@@ -417,6 +417,69 @@ def test_text_is_filtered(tmp_path: Path) -> None:
         assert manifest["bad_rows"]["count"] == max_bad and manifest["rows"]["train"] == len(kept)
 
 
+AGES = ["9", "18", "100", "NA", "5", "25"]  # NA = missing
+
+
+@pytest.mark.parametrize("filter, kept", [
+    ("age >= 18", ["18", "100", "25"]), ("age < 20", ["9", "18", "5"]),
+    ("age != 5", ["9", "18", "100", "25"])])
+@pytest.mark.parametrize("form", ["text", "irregular", "strings", "parquet"])
+def test_filters_of_numbers_with_missing_fields(
+        tmp_path: Path, form: str, filter: str, kept: list[str]) -> None:
+    users = [f"u{age}" for age in AGES]
+    age = {"name": "age", "kind": "dense", "parse": "float", "missing": ["NA"]}
+    if form == "strings":
+        age |= {"kind": "sparse", "parse": "string"}
+    value = {"name": "log", "filter": [filter], "column": [
+        {"name": "user", "kind": "sparse", "parse": "string"}, age]}
+    data = "user,age\n" + "".join(f"{u},{a}\n" for u, a in zip(users, AGES, strict=True))
+    bad = int(form == "irregular")
+    if form == "parquet":
+        pq.write_table(pa.table({"user": users, "age": AGES}), tmp_path / "log")
+        value |= {"format": "parquet"}
+    else:
+        (tmp_path / "log").write_text(data + "x,1,2\n" * bad)
+        value |= {"separator": ",", "header": True}
+    _, columns = read(tmp_path, recipe_from_dict(value), {
+        "log": (tmp_path / "log").read_bytes()}, replace(ONE_ID_EACH, max_bad=bad))
+    assert columns["user"] == [f"u{age}" for age in kept]
+
+
+def test_text_that_is_no_number_is_not_compared_with_a_number(tmp_path: Path) -> None:
+    recipe = generic_recipe("csv", Choice(["user"], filter=["user >= 18"]))
+    with pytest.raises(InvalidInputError, match="cannot filter"):
+        read(tmp_path, recipe, {"log": b"user\n9\nnone\n"})
+    _, columns = read(tmp_path, recipe, {"log": b"user\n9\n100\n18\n"})
+    assert columns["user"] == ["100", "18"]
+
+
+def test_missing_fields_of_parquet_and_json(tmp_path: Path) -> None:
+    columns = {"text": ["a", "NA", "b", "NA", ""], "number": [1, -1, 3, -1, 4],
+               "real": [0.5, -1.0, 2.5, -1.0, 3.0], "big": [2**63 + 1, 0, 2**63, 0, 5]}
+    value = {"name": "log", "column": [
+        {"name": "text", "kind": "sparse", "parse": "string", "missing": ["NA"]},
+        {"name": "number", "kind": "sparse", "parse": "int", "missing": ["-1", "none"]},
+        {"name": "big", "kind": "sparse", "parse": "uint64", "missing": ["0", "-1"]},
+        {"name": "real", "kind": "dense", "parse": "float", "missing": ["-1"]}]}
+    table = pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())})
+    coded = table.set_column(0, "text", table.column("text").dictionary_encode())
+    expected = {"text": ["a", None, "b", None, None], "number": [1, None, 3, None, 4],
+                "big": [2**63 + 1, None, 2**63, None, 5], "real": [0.5, 0.0, 2.5, 0.0, 3.0]}
+    for name, log in (("plain", table), ("coded", coded), ("json", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if log is None:
+            text = "".join(json.dumps({n: x[k] for n, x in columns.items()}) + "\n"
+                           for k in range(5))
+            (folder / "log").write_text(text)
+        else:
+            pq.write_table(log, folder / "log")
+        form = {"format": "jsonl" if log is None else "parquet"}
+        _, found = read(folder, recipe_from_dict(value | form), {
+            "log": (folder / "log").read_bytes()})
+        assert {n: found[n] for n in expected} == expected
+
+
 def test_a_workbook(tmp_path: Path) -> None:
     openpyxl = pytest.importorskip("openpyxl")
     from datetime import datetime

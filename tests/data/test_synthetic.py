@@ -16,7 +16,8 @@ from oper.data.generate.ids import scatter_ids
 from oper.data.generate.popularity import Popularity, fit_cardinality, power_law
 from oper.data.generate.synthetic import write_synthetic_log
 from oper.errors import InvalidInputError
-from oper.stats import AccessStats
+from oper.report import simulation
+from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.train.metrics import auc
 
@@ -220,6 +221,18 @@ def test_mlperf_bags_are_fixed_per_first_id() -> None:
         assert of_first.setdefault(bag[0], bag) == bag
     assert len(of_first) < 400, "some first id came twice"
     assert len({b[1] for b in of_first.values()}) > 0.9 * len(of_first)
+
+
+def test_rows_of_a_head_that_are_colder_than_others_keep_their_shares() -> None:
+    """As the default row of a dynamic table, whose other rows are known only by their counts."""
+    table = TableStats(10, np.array([0]), np.array([5]), np.array([1, 20]), np.array([8, 1]),
+                       np.ones(1, np.int64), np.array([33]))
+    for model in (generator.workload_from_stats(AccessStats(33, {"t": table})).tables[0],
+                  simulation._model("t", table)):
+        ids = model.draw(20_000, 0, 0, np.random.default_rng(0)).ids
+        shares = np.sort(np.bincount(ids, minlength=10)[1:] / ids.size)
+        assert np.mean(ids == 0) == pytest.approx(5 / 33, abs=0.01)
+        assert shares == pytest.approx([1 / 33] * 8 + [20 / 33], abs=0.01)
 
 
 def test_statistics_are_recovered_from_their_lookups() -> None:

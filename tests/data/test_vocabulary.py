@@ -4,6 +4,7 @@ import errno
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing.sequences import write_sequences
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError, UsageError
+from oper.report.drift_page import drifts
 from oper.rl_rec.data.interactions import load_interactions
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
@@ -232,6 +234,46 @@ def test_verbs_and_statistics_over_days(days: Days, tmp_path: Path, printed: Cal
         assert counts_by(table.head_ids, table.head_counts) == counts
         assert table.num_rows == parts[2].tables[name].num_rows
         assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows
+
+
+@pytest.mark.parametrize("by", ["time", "rows"])
+def test_time_buckets_of_several_days_stay_apart(days: Days, tmp_path: Path, by: str) -> None:
+    choice = Choice(["user", "item", "tags:|"], "clicked", time="ts" if by == "time" else None)
+    recipe = replace(generic_recipe("csv", choice), buckets=3)
+    for k, more in enumerate(({}, {"vocabulary": tmp_path / "0"})):
+        preprocess(recipe, [str(tmp_path / f"day{k}.csv")], tmp_path / str(k),
+                   PreprocessOptions(valid="0", **more))
+    parts = [analyze_folder(tmp_path / str(k)) for k in range(2)]
+    merged = merge_stats(parts)
+    for name, table in merged.tables.items():
+        counted = [b for part in parts for b in part.tables[name].buckets]
+        assert len(counted) == 6 and [b.label for b in table.buckets] == [b.label for b in counted]
+        assert [b.ids.tolist() for b in table.buckets] == [b.ids.tolist() for b in counted]
+    if by == "time":  # 900 rows a minute apart, from midnight; the second bucket begins at 5 h
+        assert [b.label for b in table.buckets][::2] == [
+            f"bucket 1970-01-0{d}T{h:02}:00:00" for d, h in ((1, 0), (1, 10), (2, 5))]
+
+
+def test_statistics_of_other_vocabularies_are_not_merged_or_compared(days: Days, tmp_path: Path
+                                                                     ) -> None:
+    """Also if all tables have as many rows."""
+    for day in ("day0", "day1"):
+        make(tmp_path, day, f"own-{day}", max_rows=8)
+    make(tmp_path, "day1", "same", vocabulary=tmp_path / "own-day0")
+    one, other, same = (analyze_folder(tmp_path / n) for n in ("own-day0", "own-day1", "same"))
+    assert {n: t.num_rows for n, t in one.tables.items()} == {
+        n: t.num_rows for n, t in other.tables.items()}
+    for parts in ([one, other], [same, other], [one, same, other]):
+        with pytest.raises(InvalidInputError, match="numbering"):
+            merge_stats(parts)
+    with pytest.raises(InvalidInputError, match="numbering"):
+        drifts(one, [("day1", other)])
+    merge_stats([one, same]).save(tmp_path / "stats")
+    merged = AccessStats.load(tmp_path / "stats")
+    assert merged.numbering == one.numbering == same.numbering != other.numbering
+    assert drifts(one, [("day1", same)])[0].mean > 0
+    unknown = replace(other, numbering="")
+    assert merge_stats([one, unknown]).numbering == ""
 
 
 def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:

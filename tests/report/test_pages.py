@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from oper import cli
-from oper.analysis import Collector, distance
+from oper.analysis import Collector, CountOptions, distance
 from oper.cli import main
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.data.generate.generator import workload_from_dict
@@ -60,6 +60,16 @@ def test_statistics(stats: AccessStats) -> None:
     collector = Collector([TableSpec("t", 5, 4, ("t",))])
     collector.add({"t": np.array([1, 1, 2])})
     check_page(stats_page(collector.finish()))  # nothing but one-hot bags, no days
+
+
+def test_drift_of_inexact_counts_is_marked() -> None:
+    tables = [TableSpec(n, 50, 4, (n,)) for n in ("few", "many")]
+    collector = Collector(tables, CountOptions(dense_budget_bytes=200, sparse_budget_bytes=0))
+    for day in ("monday", "tuesday"):
+        collector.add({n: np.arange(40) for n in ("few", "many")}, day)
+    page = stats_page(collector.finish())
+    check_page(page)
+    assert "Only of the most frequent ids of a bucket, hence usually lower: many." in page
 
 
 def test_runs(tmp_path: Path) -> None:

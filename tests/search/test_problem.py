@@ -20,6 +20,7 @@ from oper.search.cost.model import CostModel, evaluate
 from oper.search.planner import make_plan
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import Node
+from oper.search.problem.presets import topology_preset
 from oper.search.problem.statement import (
     IDS,
     ROWS,
@@ -101,6 +102,16 @@ def test_ids_without_order_are_followed_by_id():
     shares = table.shares(10, 200, 7, False)
     for k in range(7):
         assert shares[IDS, k] == pytest.approx(256 * p[10 + k:200:7].sum())
+
+
+def test_a_head_that_is_colder_than_other_rows_keeps_its_share():
+    """As the default row of a dynamic table, which once got the lookups of the hottest key."""
+    found = TableStats(2000, np.array([0]), np.array([1001]), np.array([0, 9, 9999]),
+                       np.array([998, 1000, 1]), np.ones(1, np.int64), np.array([20_000]))
+    spec, stats = TableSpec("t", 2000, 16, ("f",)), AccessStats(20_000, {"t": found})
+    problem = make_problem([spec], stats, topology_preset("h100-8"), batch_size=64).tables[0]
+    assert problem.edges.tolist() == [0, 1, 2000]
+    assert problem.cumulative[IDS] / problem.total[IDS] == pytest.approx([0, 0.05, 1], abs=1e-3)
 
 
 def test_measured_presence_replaces_independence():

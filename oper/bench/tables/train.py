@@ -95,7 +95,7 @@ def check_resumed(known: Mapping[str, Mapping[str, Any]], chosen: Sequence[Any])
         mine = getattr(case, "exchange", None)
         theirs = known.get(case.name, {}).get("exchange", mine)
         require("cannot resume from a record", "give the same --exchange as for the record",
-                (f"exchange of {case.name}", theirs, theirs == mine, mine))
+                (f"exchange of {case.name}", theirs, bool(theirs == mine), str(mine)))
 
 
 def criteo_cases(quick: bool) -> list[TrainCase]:

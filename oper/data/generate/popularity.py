@@ -19,7 +19,8 @@ _EDGES = (0, *(1 << k for k in range(16)))  # bin edges of the published localit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    """Access probabilities of a table's rows, as K levels of equally popular rows, hottest first.
+    """Access probabilities of a table's rows, as K levels of equally popular rows, hottest first
+    (of measured statistics, the rows of the head first).
 
     Attributes:
         rows: int64 [K], number of rows in each level, all >= 1.
@@ -30,14 +31,17 @@ class Popularity:
     mass: np.ndarray
 
     @staticmethod
-    def of(rows: np.ndarray, weight: np.ndarray) -> Popularity:
+    def of(rows: np.ndarray, weight: np.ndarray, sort: bool = True) -> Popularity:
         """Make levels from numbers of rows [K] and weights per row [K], in any order and scale.
+
+        Without `sort`, levels keep their order.
 
         Raises InvalidInputError unless weights are finite, >= 0 and some row has one above 0.
         """
         rows, weight = np.asarray(rows, np.int64), np.asarray(weight, np.float64)
-        order = np.argsort(-weight, kind="stable")
-        rows, weight = rows[order], weight[order]
+        if sort:
+            order = np.argsort(-weight, kind="stable")
+            rows, weight = rows[order], weight[order]
         keep = rows > 0
         total = float(rows @ weight)
         if not keep.any() or not np.isfinite(total) or total <= 0 or weight.min() < 0:
@@ -112,13 +116,21 @@ def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
 
 def from_stats(table: TableStats) -> Popularity:
     """Return the measured popularity; untouched rows share the Good-Turing unseen mass."""
-    values, rows = table.count_histogram()
+    values, rows = levels(table)
     weight = values.astype(np.float64)
     if values.size and values[-1] == 0 and 0 < table.unseen_mass < 1:
         unseen = table.unseen_mass
         weight[:-1] *= (1 - unseen) / max(1.0, float(weight @ rows))
-        weight[-1] = min(unseen / rows[-1], weight[-2])
-    return Popularity.of(rows, weight if weight.any() else np.ones(rows.size))
+        weight[-1] = min(unseen / rows[-1], weight[:-1].min())
+    return Popularity.of(rows, weight if weight.any() else np.ones(rows.size), sort=False)
+
+
+def levels(table: TableStats) -> tuple[np.ndarray, np.ndarray]:
+    """Return access counts and numbers of rows, int64 [K]: of the head, then of all other rows,
+    each descending. Rows outside the head may have more accesses than rows in it."""
+    head, rows = np.unique(table.head_counts, return_counts=True)
+    return (np.concatenate([head[::-1], table.tail_values[::-1]]),
+            np.concatenate([rows[::-1], table.tail_num_rows[::-1]]))
 
 
 def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int

@@ -75,7 +75,9 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
                   else "of time; rows of one second in the order of the log",
                   "valid": str(valid), "test": str(test),
                   "first_valid_row" if split.by == "rows" else "first_valid_second":
-                      split.first_valid, "buckets": split.buckets},
+                      split.first_valid, "buckets": split.buckets,
+                  **({"first_second": split.start, "seconds": split.span}
+                     if split.by == "time" else {})},
         "columns": {"label": recipe.label, "dense": list(recipe.dense),
                     "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
                     "time": recipe.time},

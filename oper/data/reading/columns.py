@@ -10,13 +10,14 @@ import binascii
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper.data.arrays import lists
-from oper.data.recipe import Column
+from oper.data.recipe import Column, finite
 from oper.errors import InvalidInputError
 
 _ARROW_TYPES = {
@@ -70,9 +71,7 @@ def _prepared(column: Column, array: pa.Array) -> pa.Array:
 
     Raises MalformedError.
     """
-    wanted = _ARROW_TYPES[column.parse]
-    if column.missing and pa.types.is_binary(array.type):
-        array = _null_where(pc.is_in(array, _bytes(column.missing)), array)
+    wanted, array = _ARROW_TYPES[column.parse], without_missing(column, array)
     if array.type == wanted or (
             column.parse == "string" and not pa.types.is_floating(array.type)):
         return array
@@ -95,6 +94,35 @@ def _null_where(chosen: pa.Array, array: pa.Array) -> pa.Array:
     return pc.if_else(chosen, pa.scalar(None, pa.binary()), array)
 
 
+def without_missing(column: Column, array: Any) -> Any:
+    """Replace values that stand for a missing field (`Column.missing`) by null.
+
+    `array` [n], plain or chunked, may have text or numbers; numbers are compared with those that
+    the strings denote. Arrays of other types are returned as they are.
+    """
+    if not column.missing:
+        return array
+    array = _typed(array)
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    kind = array.type
+    if any(is_kind(kind) for is_kind in _TEXTS):
+        known = _bytes(column.missing).cast(kind)
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        known = pa.array([x for text in column.missing for x in _number_of(text, kind)], kind)
+    else:
+        return array
+    return pc.if_else(pc.is_in(array, known), pa.scalar(None, kind), array)
+
+
+def _number_of(text: str, kind: pa.DataType) -> list[Any]:
+    """Return the number of type `kind` that a text denotes; no number if there is none."""
+    try:
+        return pa.array([int(text) if pa.types.is_integer(kind) else float(text)], kind).to_pylist()
+    except (ValueError, OverflowError):  # pa.ArrowInvalid is a ValueError
+        return []
+
+
 def _require(ok: bool, column: Column) -> None:
     if not ok:
         raise MalformedError(column.name)
@@ -109,6 +137,7 @@ def _numbers(column: Column, array: pa.Array) -> np.ndarray:
 
 def labels(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a label column [n], see `label_of`; raises MalformedError."""
+    array = without_missing(column, array)
     _require(array.null_count == 0, column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.binary())
@@ -265,6 +294,7 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    array = without_missing(column, array)
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
     if pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
@@ -361,12 +391,39 @@ _COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equ
              ">": pc.greater, ">=": pc.greater_equal}
 
 
+def filter_type(column: Column) -> pa.DataType:
+    """Return the Arrow type in which a filter compares the fields of a text column."""
+    return pa.binary() if column.multi else _ARROW_TYPES[column.parse]
+
+
+def compared(column: Column, array: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the fields of a text column [n] as a filter compares them, null where they are
+    missing; raises MalformedError."""
+    if column.multi:
+        return without_missing(column, array)
+    return _prepared(column, array) if column.missing else array
+
+
+def compares_numbers(kind: pa.DataType, operator: str, value: str) -> bool:
+    """Whether a filter compares text as numbers: if the text is to be less or more than a number.
+    """
+    return operator not in ("==", "!=") and finite(value) is not None and any(
+        is_kind(kind) for is_kind in _TEXTS)
+
+
 def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
     """Compare each field with `value`; the result for missing fields is false.
 
-    Raises InvalidInputError, which names `path`, if `value` cannot be cast to the column's type.
+    Text that is to be less or more than a number is compared as a number; empty text is missing.
+
+    Raises InvalidInputError, which names `path`, if `value` or a field cannot be cast.
     """
     try:
+        if any(is_kind(column.type) for is_kind in _TEXTS):
+            is_empty = pc.equal(pc.binary_length(column), 0)
+            column = pc.if_else(is_empty, pa.scalar(None, column.type), column)
+        if compares_numbers(column.type, operator, value):
+            column = column.cast(pa.string()).cast(pa.float64())
         return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidInputError(f"cannot filter {path!r}", "value", value,

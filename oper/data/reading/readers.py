@@ -272,7 +272,10 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
         for name in added:
             table = table.append_column(name, pa.array([folders[name]] * len(rows), pa.string()))
         for name, operator, value in filters:
-            keep = holds(table.column(name), operator, value, path)
+            own = [c for c in layout.columns if c.kind != "skip" and name in (c.name, *c.sources)]
+            fields = table.column(name)
+            keep = holds(convert.without_missing(own[0], fields) if own else fields, operator,
+                         value, path)
             table, rows = table.filter(keep), rows[keep.to_numpy()]
         if rows.size:
             yield table, rows

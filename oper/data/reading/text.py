@@ -217,7 +217,8 @@ def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | N
         rows = np.arange(first_row, first_row + table.num_rows)
     for name, how, value in conditions(layout):
         place = next(k for k, c in used.items() if name in (c.name, *c.sources))
-        keep = holds(table.column(place), how, value, f"layout {layout.name}")
+        fields = convert.compared(used[place], table.column(place))
+        keep = holds(fields, how, value, f"layout {layout.name}")
         table, rows = table.filter(keep), rows[keep.to_numpy()]
     columns = {c.name: (c, table.column(k).combine_chunks()) for k, c in used.items()}
     columns.update({c.name: (c, columns[text.columns[k].name][1]) for k, c in text.also})
@@ -298,11 +299,15 @@ def _is_kept(fields: list[bytes], text: TextLayout) -> bool:
     for name, how, value in conditions(text.layout):
         column, field = next(p for p in zip(text.columns, fields, strict=True)
                              if p[0].kind != "skip" and name in (p[0].name, *p[0].sources))
-        if not field:
+        if not field or field.decode("utf-8", "replace") in column.missing:
             return False
+        kind = convert.filter_type(column)
+        is_text = (pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind)
+                   ) and not convert.compares_numbers(kind, how, value)
+        number: type[int | float] = int if pa.types.is_integer(kind) else float
         try:
-            pair: tuple[Any, Any] = (field, value.encode()) if pa.types.is_binary(
-                convert.arrow_type(column)) else (float(field), float(value))
+            pair: tuple[Any, Any] = (field, value.encode()) if is_text else (
+                number(field), number(value))
         except ValueError:
             return True
         if not _COMPARES[how](*pair):

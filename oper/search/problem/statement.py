@@ -451,10 +451,13 @@ def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.
     probability `p_r` of an access to each row (float64 [K]).
 
     Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but each gets no more than
-    the coldest row that was seen.
+    the coldest row that was seen. Unless ids are `in_order`, rows of the head precede all others.
     """
     counts, rows = stats.count_histogram()
-    rows = rows.copy()
+    if not in_order and (stats.tail_values.max(initial=0) > stats.head_counts).any():
+        head = np.unique(stats.head_counts, return_counts=True)
+        tail = stats.tail_values, stats.tail_num_rows
+        counts, rows = (np.append(a[::-1], b[::-1]) for a, b in zip(head, tail, strict=True))
     total = float(stats.num_accesses)
     coldest = float(counts[counts > 0].min())
     unseen = float(rows[counts == 0].sum())
