@@ -95,9 +95,9 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables
         if t.name in old_stats.tables and t.name in stats.tables}
     copied, moved = _copied_bytes(new), moves(plan, new, topology.domain_of())
+    before, after = (step_us(x, stats, topology, given["overlap"] or {}) for x in (plan, new))
     return Replanning(
-        new, found, *(step_us(x, stats, topology, given["overlap"] or {}) for x in (plan, new)),
-        round(moved.owner_bytes), round(moved.between.sum()), copied,
+        new, found, before, after, round(moved.owner_bytes), round(moved.between.sum()), copied,
         moved.transfer_us(topology) + copied / (copy_gbps * 1e3))
 
 
