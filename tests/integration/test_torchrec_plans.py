@@ -283,6 +283,32 @@ def test_the_planner_uses_only_sharding_types_of_the_sharders() -> None:
         planner.plan(Model(), [])
 
 
+@pytest.mark.parametrize("constraints", [
+    {"t2": {"ranks": [0, 1]}}, {"t2": {"ranks": [0, 1], "modes": ["push"]}},
+    {"t2": {"tiers": [{"rows": [0, 5000], "place": "owned", "ranks": [2]}]}},
+], ids=["ranks", "modes", "tiers"])
+def test_exports_of_the_planner_keep_constraints(constraints: Any) -> None:
+    planner = OperPlanner(zipf_stats(), gpus(4), batch_size=64, constraints={"tables": constraints})
+    out = planner.plan(Model())
+    allowed = [0, 1] if "ranks" in constraints["t2"] else [2]
+    assert set(out.plan["bags"]["t2"].ranks) <= {*allowed}
+
+
+def test_exports_that_break_constraints_are_refused() -> None:
+    """Two ranks must share the largest table, but TorchRec's row-wise sharding uses all four."""
+    class Sharder(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return ["table_wise", "row_wise"]
+
+    spread = {"t2": {"ranks": [0, 1]}}
+    planner = OperPlanner(zipf_stats(), gpus(4, memory_bytes=4 * DIM * 4800), batch_size=8,
+                          constraints={"tables": spread})
+    with pytest.raises(PlanError, match=r"no exported plan keeps.*'t2' uses ranks"):
+        planner.plan(Model(), [Sharder()])
+    planner.constraints = None
+    assert planner.plan(Model(), [Sharder()]).plan["bags"]["t2"].ranks == [0, 1, 2, 3]
+
+
 def test_plans_of_torchrecs_planner_can_be_evaluated() -> None:
     stated = make_problem(specs(), zipf_stats(), gpus(4), batch_size=64, allow=EVERYTHING)
     found = dict(torchrec_proposals(stated, 20.0))
