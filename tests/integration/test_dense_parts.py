@@ -59,6 +59,21 @@ def test_interaction_and_its_gradients(samples: int, features: int, dim: int) ->
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-4, msg=name)
 
 
+def test_second_derivatives_of_the_interaction() -> None:
+    """As a penalty on the norm of gradients takes them."""
+    found = []
+    for interact, dtype in ((DotInteraction(3), torch.float32), (_reference, torch.float64)):
+        torch.manual_seed(2)
+        given = [torch.randn(5, *shape).to(dtype).requires_grad_() for shape in ((8,), (3, 8))]
+        out = interact(*given)
+        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        sum(x.square().sum() for x in first).backward()
+        found.append([out, *first, *(x.grad for x in given)])
+    for got, want in zip(*found, strict=True):
+        assert got is not None and want is not None
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-2)
+
+
 def test_a_sample_does_not_depend_on_the_others() -> None:
     torch.manual_seed(1)
     dense, sparse = torch.randn(70, 24), torch.randn(70, 9, 24)
