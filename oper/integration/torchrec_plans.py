@@ -215,7 +215,9 @@ def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: 
     local = options.local_size or world_size
     holders = np.flatnonzero(held)
     host = int(holders[0]) // local
-    one_host = local < world_size and bool((holders // local == host).all())
+    # Hosts may be unequal; TorchRec's sharding uses `local` ranks.
+    one_host = local < world_size and (host + 1) * local <= world_size and bool(
+        (holders // local == host).all())
     if one_host and "table_row_wise" in options.kinds:
         kind, ranks = "table_row_wise", np.arange(host * local, (host + 1) * local)
     elif "row_wise" in options.kinds:

@@ -141,6 +141,13 @@ def test_partial_replicas_and_hosts_are_recognised() -> None:
     assert str(placement.sharding_spec.shards[1].placement) == "rank:3/cuda:1"
 
 
+def test_a_smaller_last_host_gets_no_shards_for_missing_ranks() -> None:
+    plan = plan_of({2: (Tier(0, 5000, "striped", (3, 4)),)}, world_size=5)
+    out = to_torchrec(plan, Model(), ExportOptions(local_size=3))
+    assert kind_of(out, "t2") == "row_wise"
+    assert [r for r, _, _ in shards_of(out, "t2")] == [0, 1, 2, 3, 4]
+
+
 def test_invalid_exports_are_refused() -> None:
     with pytest.raises(PlanError, match="another model"):
         to_torchrec(uniform_plan(specs()[:3], 2), Model())
