@@ -210,6 +210,20 @@ def _apart(rank: int, world_size: int) -> None:
     assert not average_in_shared_memory(DDP(torch.nn.Linear(3, 3)))
 
 
+def _overlapping(rank: int, world_size: int) -> bool:
+    """Groups of equal size, in which some ranks have the same number, but not the same members."""
+    tables, dense = [[torch.distributed.new_group(ranks) for ranks in some]
+                     for some in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    bag = torch.nn.EmbeddingBag(9, 4, mode="sum")
+    sharded = torch.nn.Sequential(oper.shard(
+        bag, optimizer=oper.SGD(lr=0.1), process_group=tables[rank // 2]), torch.nn.Linear(4, 1))
+    return average_in_shared_memory(DDP(sharded, process_group=dense[rank % 2]))
+
+
+def test_other_groups_of_the_same_size_use_messages() -> None:
+    assert run_world(4, _overlapping) == [False] * 4
+
+
 def test_ranks_that_share_no_memory_use_messages() -> None:
     run_world(2, _apart, labels="ab")
 
