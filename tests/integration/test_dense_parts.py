@@ -204,6 +204,23 @@ def test_averages_in_shared_memory_equal_ddps(world_size: int, bucket_mb: float)
     run_world(world_size, _average, bucket_mb)
 
 
+def _static(rank: int, world_size: int) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, mode="sum"), torch.nn.Linear(4, 1))
+    wrapped = DDP(model, static_graph=True)
+    oper.shard(wrapped, optimizer=oper.SGD(lr=0.0))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.tensor([[1, 2 + rank]])).sum().backward()
+    rows = model[0].weight.detach().clone()
+    return [rows[[1, 2 + r]].sum(dim=0) for r in range(world_size)] + [model[1].weight.grad[0]]
+
+
+def test_sharding_inside_ddp_keeps_its_static_graph() -> None:
+    for first, second, gradient in run_world(2, _static):
+        torch.testing.assert_close(gradient, (first + second) / 2)
+
+
 def _apart(rank: int, world_size: int) -> None:
     sharded = sharded_dlrm(world_size, optimizer=oper.SGD(lr=0.1))
     assert not average_in_shared_memory(DDP(sharded))
