@@ -79,5 +79,9 @@ def rebuild(ddp: DistributedDataParallel) -> None:
     parameters, expect_sparse = ddp._build_params_for_reducer()
     ddp._ddp_init_helper(parameters, expect_sparse,
                          ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    if ddp.static_graph:  # which the new reducer does not know
+        ddp._static_graph_delay_allreduce_enqueued = False
+        for part in (ddp.reducer, ddp.logger):
+            part._set_static_graph()  # type: ignore[union-attr]
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)

@@ -35,7 +35,7 @@ class PrefetchQueue:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        self.queued: OrderedDict[int, tuple[KeyedJaggedTensor, tuple[int, int], Future[Lookup]]]
+        self.queued: OrderedDict[int, tuple[KeyedJaggedTensor, tuple[int, ...], Future[Lookup]]]
         self.queued = OrderedDict()
         self._lock = threading.Lock()  # several threads may prefetch and look up
 
@@ -53,7 +53,14 @@ class PrefetchQueue:
         return self._thread.submit(self._tables.to_resolve(batch))
 
     def enqueue(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
-        """Start preprocessing a batch and retain it, so that `pop` can return it."""
+        """Start preprocessing a batch and retain it, so that `pop` can return it.
+
+        Outside of `oper.micro_batches`, does nothing for tensors of inference mode: they have no
+        version counter that would reveal changes.
+        """
+        if self._tables.turns.parts is None and any(
+                x is not None and x.is_inference() for x in _tensors(features)):
+            return
         versions = _versions(features)
         started = self.start(batch)
         with self._lock:
@@ -64,7 +71,7 @@ class PrefetchQueue:
     def pop(self, features: KeyedJaggedTensor) -> Lookup | None:
         """Wait for the preprocessed batch of the same tensor objects, remove it and return it.
 
-        None if there is no such batch, or its lengths or inverse_indices have been modified since.
+        None if there is no such batch, or `_versions` differ, since it has been modified.
         """
         with self._lock:
             known = self.queued.get(id(features.values()))
@@ -83,10 +90,20 @@ def are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
         and _inverse(a) is _inverse(b))
 
 
-def _versions(features: KeyedJaggedTensor) -> tuple[int, int]:
-    """Return `version_of` the lengths and the inverse_indices, which `ResolvedIds` does not check.
-    """
-    return version_of(features.lengths()), version_of(_inverse(features))
+def _versions(features: KeyedJaggedTensor) -> tuple[int, ...]:
+    """Return `version_of` the tensors whose changes `ResolvedIds` and `LookedUp` do not notice: the
+    lengths, the inverse_indices, and ids and weights of which a `Lookup` has a converted copy."""
+    values, weights, *others = _tensors(features)
+    assert values is not None
+    copied = [values] if not values.is_contiguous() else []
+    if weights is not None and not (weights.is_contiguous() and weights.dtype == torch.float32):
+        copied.append(weights)
+    return *map(version_of, others), *map(version_of, copied)
+
+
+def _tensors(features: KeyedJaggedTensor) -> list[torch.Tensor | None]:
+    """Return ids, weights, lengths and inverse_indices of a batch."""
+    return [features.values(), features.weights_or_none(), features.lengths(), _inverse(features)]
 
 
 def _inverse(features: KeyedJaggedTensor) -> torch.Tensor | None:

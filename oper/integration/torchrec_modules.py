@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -218,15 +219,15 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         if self._prefetched.queued:
             known = self._prefetched.pop(features)
             if known is not None and (known.shared is None or self._shares):
+                if known.weights is not None:  # gradients may have been disabled at `prefetch`
+                    known = replace(known, weights=self._weights_of(features))
                 return known
         if torch._C._get_tracing_state() is not None:
             refuse_script(self)
         last_keys, key_of = self._last_keys
         if last_keys != features.keys():
             key_of = self._match(tuple(features.keys()))
-        weights = features.weights().contiguous() if self._is_weighted else None
-        if weights is not None and weights.dtype != torch.float32:
-            weights = weights.float()
+        weights = self._weights_of(features) if self._is_weighted else None
         shared = None
         if features.variable_stride_per_key() or (
                 self._pooled and features.inverse_indices_or_none() is not None):
@@ -236,6 +237,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
                       self._pooled, shared)
+
+    @staticmethod
+    def _weights_of(features: KeyedJaggedTensor) -> torch.Tensor:
+        weights = features.weights().contiguous()
+        return weights if weights.dtype == torch.float32 else weights.float()
 
     @property
     def _shares(self) -> bool:

@@ -26,12 +26,19 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, require_fields
+from oper.errors import (
+    InvalidInputError,
+    OperError,
+    PlanError,
+    PlanInfeasibleError,
+    require_fields,
+)
 from oper.integration.torchrec_modules import configs_of, table_specs
 from oper.plan import MAX_PATTERN, Piece, Plan, TablePlan, Tier
 from oper.ranges import one_of, rules_of
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
+from oper.search.problem.constraints import Constraints, violations
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import make_problem
 from oper.shmem.group.groups import default_group
@@ -208,7 +215,9 @@ def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: 
     local = options.local_size or world_size
     holders = np.flatnonzero(held)
     host = int(holders[0]) // local
-    one_host = local < world_size and bool((holders // local == host).all())
+    # Hosts may be unequal; TorchRec's sharding uses `local` ranks.
+    one_host = local < world_size and (host + 1) * local <= world_size and bool(
+        (holders // local == host).all())
     if one_host and "table_row_wise" in options.kinds:
         kind, ranks = "table_row_wise", np.arange(host * local, (host + 1) * local)
     elif "row_wise" in options.kinds:
@@ -359,7 +368,8 @@ class OperPlanner(ShardingPlanner):
     """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
 
     It makes a plan in each of several spaces of placements, exports it, and evaluates the export as
-    TorchRec would execute it; it returns the export with the shortest modelled step.
+    TorchRec would execute it; of the exports that fit and keep the constraints, it returns the one
+    with the shortest modelled step.
 
     Args:
         stats: access statistics; None = plan from table sizes.
@@ -390,7 +400,7 @@ class OperPlanner(ShardingPlanner):
         Raises:
             InvalidInputError: `module` has no collection, or `sharders` has none for its class.
             PlanInfeasibleError: the tables do not fit the topology.
-            PlanError: OPER's plans fit, but their exports do not.
+            PlanError: OPER's plans fit and keep the constraints, but their exports do not.
         """
         offered = _offered(module, sharders, self.device_type)
         specs = _specs(module)
@@ -398,22 +408,29 @@ class OperPlanner(ShardingPlanner):
         hosts = [len(d.ranks) for d in topology.domains if d.host == topology.domains[0].host]
         options = ExportOptions(self.device_type, sum(hosts), kinds=offered)
         best: tuple[float, ShardingPlan, Plan, list[str]] | None = None
-        refused: PlanInfeasibleError | None = None
+        refused: OperError | None = None
+        broken: list[str] = []
         for space in _SPACES:
-            problem = make_problem(specs, self.stats, topology, batch_size=self.batch_size,
-                                   allow=space, constraints=self.constraints)
             try:
+                problem = make_problem(specs, self.stats, topology, batch_size=self.batch_size,
+                                       allow=space, constraints=self.constraints)
                 made = plan_problem(problem)
-            except PlanInfeasibleError as error:
-                refused = refused or error
+            # InvalidInputError: constraints allow nothing in this space, or are invalid in each.
+            except (PlanInfeasibleError, InvalidInputError) as error:
+                refused = error
                 continue
             exported = to_torchrec(made, module, options)
             again = from_torchrec(exported, specs, topology.world_size,
                                   batch_size=self.batch_size, topology=topology.name)
             found = evaluate(again, problem)
-            if found.fits and (best is None or found.step_us < best[0]):
+            violated = _violations(again, problem.constraints)
+            broken = broken or violated
+            if found.fits and not violated and (best is None or found.step_us < best[0]):
                 best = (found.step_us, exported, replace(again, step_us=found.step_us),
                         lost_in_torchrec(made, options))
+        if best is None and broken:
+            raise PlanError("no exported plan keeps the constraints", "violated", broken[:4],
+                            "none", "remove constraints, or run OPER's plan with oper.shard")
         if best is None and refused is not None:
             raise refused
         if best is None:
@@ -439,6 +456,17 @@ class OperPlanner(ShardingPlanner):
             raise parts[0]
         result, self.oper_plan, self.lost = parts[0]
         return result
+
+
+def _violations(plan: Plan, held: Constraints) -> list[str]:
+    """Return the constraints that an imported plan violates, whatever the exchange modes of its
+    tiers: TorchRec has no modes, so that imported tiers always have the same one."""
+    pulled = replace(plan, tables=tuple(
+        replace(t, pieces=tuple(replace(p, tiers=tuple(
+            replace(x, mode="pull") if x.placement != "replicated" else x for x in p.tiers))
+            for p in t.pieces)) for t in plan.tables))
+    either = violations(pulled, held)
+    return [x for x in violations(plan, held) if x in either]
 
 
 def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str

@@ -59,6 +59,21 @@ def test_interaction_and_its_gradients(samples: int, features: int, dim: int) ->
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-4, msg=name)
 
 
+def test_second_derivatives_of_the_interaction() -> None:
+    """As a penalty on the norm of gradients takes them."""
+    found = []
+    for interact, dtype in ((DotInteraction(3), torch.float32), (_reference, torch.float64)):
+        torch.manual_seed(2)
+        given = [torch.randn(5, *shape).to(dtype).requires_grad_() for shape in ((8,), (3, 8))]
+        out = interact(*given)
+        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        sum(x.square().sum() for x in first).backward()
+        found.append([out, *first, *(x.grad for x in given)])
+    for got, want in zip(*found, strict=True):
+        assert got is not None and want is not None
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-2)
+
+
 def test_a_sample_does_not_depend_on_the_others() -> None:
     torch.manual_seed(1)
     dense, sparse = torch.randn(70, 24), torch.randn(70, 9, 24)
@@ -189,10 +204,41 @@ def test_averages_in_shared_memory_equal_ddps(world_size: int, bucket_mb: float)
     run_world(world_size, _average, bucket_mb)
 
 
+def _static(rank: int, world_size: int) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, mode="sum"), torch.nn.Linear(4, 1))
+    wrapped = DDP(model, static_graph=True)
+    oper.shard(wrapped, optimizer=oper.SGD(lr=0.0))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.tensor([[1, 2 + rank]])).sum().backward()
+    rows = model[0].weight.detach().clone()
+    return [rows[[1, 2 + r]].sum(dim=0) for r in range(world_size)] + [model[1].weight.grad[0]]
+
+
+def test_sharding_inside_ddp_keeps_its_static_graph() -> None:
+    for first, second, gradient in run_world(2, _static):
+        torch.testing.assert_close(gradient, (first + second) / 2)
+
+
 def _apart(rank: int, world_size: int) -> None:
     sharded = sharded_dlrm(world_size, optimizer=oper.SGD(lr=0.1))
     assert not average_in_shared_memory(DDP(sharded))
     assert not average_in_shared_memory(DDP(torch.nn.Linear(3, 3)))
+
+
+def _overlapping(rank: int, world_size: int) -> bool:
+    """Groups of equal size, in which some ranks have the same number, but not the same members."""
+    tables, dense = [[torch.distributed.new_group(ranks) for ranks in some]
+                     for some in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    bag = torch.nn.EmbeddingBag(9, 4, mode="sum")
+    sharded = torch.nn.Sequential(oper.shard(
+        bag, optimizer=oper.SGD(lr=0.1), process_group=tables[rank // 2]), torch.nn.Linear(4, 1))
+    return average_in_shared_memory(DDP(sharded, process_group=dense[rank % 2]))
+
+
+def test_other_groups_of_the_same_size_use_messages() -> None:
+    assert run_world(4, _overlapping) == [False] * 4
 
 
 def test_ranks_that_share_no_memory_use_messages() -> None:

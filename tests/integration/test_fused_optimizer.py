@@ -373,6 +373,38 @@ def test_a_prefetched_batch_that_changes(values: list[int], lengths: list[int], 
     assert torch.equal(model(batch).values()[0], want[read[0]] + want[read[1]])
 
 
+@pytest.mark.parametrize("changed", ["strided ids", "float64 weights", "ids of inference mode"])
+def test_a_prefetched_batch_whose_copy_is_outdated(changed: str) -> None:
+    """Changes show even where a lookup has a copy, or the tensors have no version counter."""
+    model = shard(collection("a", is_weighted=True))
+    table = rows(model.embedding_bags["a"])
+    with torch.inference_mode(changed == "ids of inference mode"):
+        ids, weights = torch.tensor([1, 0, 2, 0])[::2], torch.ones(2, dtype=torch.float64)
+        if changed == "ids of inference mode":
+            ids, weights = ids.contiguous(), weights.float()
+        batch = KJT(["f_a"], ids, weights, torch.tensor([2]))
+        model.prefetch(batch)
+        for *_, started in model._prefetched.queued.values():
+            started.result()
+        (weights if changed == "float64 weights" else ids).copy_(torch.tensor([5, 6]))
+        want = (5 * table[1] + 6 * table[2] if changed == "float64 weights"
+                else table[5] + table[6])
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch).values()[0], want)
+
+
+def test_weights_prefetched_without_gradients_still_get_theirs() -> None:
+    model = shard(collection("a", is_weighted=True))
+    table = rows(model.embedding_bags["a"])
+    weights = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    batch = KJT(["f_a"], torch.tensor([1, 2]), weights, torch.tensor([2]))
+    with torch.no_grad():
+        model.prefetch(batch)
+    model(batch).values().sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad.float(), table[1:3].sum(dim=1))
+
+
 def test_second_derivatives_through_a_lookup_are_refused() -> None:
     sharded = shard(bag())
     weights = torch.ones(1, 2, requires_grad=True)

@@ -24,6 +24,7 @@ from torchrec.models.dlrm import DLRM
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.integration import fused_interaction
+from oper.integration.checkpoint.weights import Weights
 from oper.shmem.library import load
 from tests.support import damage_record
 from tests.world_support import run_world
@@ -208,6 +209,18 @@ def test_torchrecs_quantised_rows_are_published_unchanged(name: str, batch) -> N
         publication.publish(model(seed=3))
         assert torch.equal(attached(*batch), quantize_inference_model(model(seed=3))(*batch))
         attached.close()
+
+
+def test_of_several_models_in_a_source_the_one_called_model_is_read() -> None:
+    mine = {"bag.weight": torch.zeros(2, 2), "top.bias": torch.zeros(1)}
+    copied = {k: v + 1 for k, v in mine.items()}
+    for source in ({"ema": copied, "model": mine}, {**mine, "teacher": copied},
+                   {"trained": {**mine, "teacher": copied}},
+                   {"ema": {"module": copied}, "model": {"module": mine}}):
+        assert float(Weights(source, mine).tensor("top.bias")) == 0.0
+    for source in ({"ema": copied, "trained": mine}, {"model": {"left": mine, "right": copied}}):
+        with pytest.raises(InvalidInputError, match="weights of several models"):
+            Weights(source, mine)
 
 
 @pytest.mark.parametrize("row_dtype", ["float16", "int8", "int4"])

@@ -141,6 +141,13 @@ def test_partial_replicas_and_hosts_are_recognised() -> None:
     assert str(placement.sharding_spec.shards[1].placement) == "rank:3/cuda:1"
 
 
+def test_a_smaller_last_host_gets_no_shards_for_missing_ranks() -> None:
+    plan = plan_of({2: (Tier(0, 5000, "striped", (3, 4)),)}, world_size=5)
+    out = to_torchrec(plan, Model(), ExportOptions(local_size=3))
+    assert kind_of(out, "t2") == "row_wise"
+    assert [r for r, _, _ in shards_of(out, "t2")] == [0, 1, 2, 3, 4]
+
+
 def test_invalid_exports_are_refused() -> None:
     with pytest.raises(PlanError, match="another model"):
         to_torchrec(uniform_plan(specs()[:3], 2), Model())
@@ -281,6 +288,32 @@ def test_the_planner_uses_only_sharding_types_of_the_sharders() -> None:
         planner.plan(nn.Linear(2, 2), [])
     with pytest.raises(InvalidInputError, match="EmbeddingBagCollection"):
         planner.plan(Model(), [])
+
+
+@pytest.mark.parametrize("constraints", [
+    {"t2": {"ranks": [0, 1]}}, {"t2": {"ranks": [0, 1], "modes": ["push"]}},
+    {"t2": {"tiers": [{"rows": [0, 5000], "place": "owned", "ranks": [2]}]}},
+], ids=["ranks", "modes", "tiers"])
+def test_exports_of_the_planner_keep_constraints(constraints: Any) -> None:
+    planner = OperPlanner(zipf_stats(), gpus(4), batch_size=64, constraints={"tables": constraints})
+    out = planner.plan(Model())
+    allowed = [0, 1] if "ranks" in constraints["t2"] else [2]
+    assert set(out.plan["bags"]["t2"].ranks) <= {*allowed}
+
+
+def test_exports_that_break_constraints_are_refused() -> None:
+    """Two ranks must share the largest table, but TorchRec's row-wise sharding uses all four."""
+    class Sharder(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return ["table_wise", "row_wise"]
+
+    spread = {"t2": {"ranks": [0, 1]}}
+    planner = OperPlanner(zipf_stats(), gpus(4, memory_bytes=4 * DIM * 4800), batch_size=8,
+                          constraints={"tables": spread})
+    with pytest.raises(PlanError, match=r"no exported plan keeps.*'t2' uses ranks"):
+        planner.plan(Model(), [Sharder()])
+    planner.constraints = None
+    assert planner.plan(Model(), [Sharder()]).plan["bags"]["t2"].ranks == [0, 1, 2, 3]
 
 
 def test_plans_of_torchrecs_planner_can_be_evaluated() -> None:

@@ -22,7 +22,7 @@ from oper.rows.directory import TableDirectory
 from oper.rows.read_only import with_row_dtypes
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.memory.quantise import dequantise, quantise
+from oper.shmem.memory.quantise import as_rows, dequantise, quantise
 from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.shmem.tables import ShardedTables
@@ -118,6 +118,15 @@ def test_values_of_codes_and_unpooled_rows() -> None:
         assert torch.equal(out, numbers[ids])
         with pytest.raises(InvalidInputError, match="id=40"):
             tables.lookup(Lookup(torch.tensor([40]), torch.tensor([1]), KEY, 1))
+
+
+def test_values_beyond_float16_are_refused() -> None:
+    spec = TableSpec("t", 2, 2, ("f",), dtype="float16")
+    kept = torch.tensor([[-65504.0, float("inf")], [float("nan"), 65519.0]])
+    assert torch.equal(as_rows(kept, spec).nan_to_num(nan=1.0), torch.tensor(
+        [[-65504.0, 65504.0], [1.0, 65504.0]], dtype=torch.float16))
+    with pytest.raises(InvalidInputError, match=r"table 't' as float16.*-70000"):
+        as_rows(torch.tensor([[1.0, -70000.0]]), spec)
 
 
 def test_tables_and_values_that_cannot_be_quantised_are_refused() -> None:

@@ -64,10 +64,11 @@ class Weights:
             that share memory), a ``state_dict`` (possibly nested in other dicts), a folder written
             by ``torch.distributed.checkpoint`` under any plan, or a file of ``torch.save``.
         keys: required names. If the source has all of them with a common prefix, such as
-            ``model.``, the prefix is detected.
+            ``model.``, the prefix is detected; of several, ``model.`` is chosen.
 
     Raises:
-        InvalidInputError: a name is missing, or `source` has another type.
+        InvalidInputError: a name is missing, the source has several models none of which is called
+            ``model``, or `source` has another type.
         FileFormatError: the source is not a checkpoint, or is damaged.
     """
 
@@ -222,13 +223,20 @@ def _common_prefix(values: Mapping[str, Any], keys: list[str]) -> str:
         return ""
     candidates = [k.removesuffix(keys[0]) for k in values if k == keys[0] or k.endswith(
         f".{keys[0]}")]
-    best: tuple[int, str] = (len(keys) + 1, "")
-    for prefix in sorted(candidates, key=len):
-        missing = sum(f"{prefix}{k}" not in values for k in keys)
-        best = min(best, (missing, prefix), key=lambda x: x[0])
-    if best[0]:
-        lacking = [k for k in keys if f"{best[1]}{k}" not in values]
-        raise InvalidInputError("weights of another model", "missing", lacking[:8],
-                                f"all of its {len(keys)} weights; there are {list(values)[:4]}...",
-                                "pass weights of the published model")
-    return best[1]
+    complete = [p for p in candidates if all(f"{p}{k}" in values for k in keys)]
+    # Part of another model, such as a copy within it, does not count.
+    whole = [p for p in complete if not any(p != q and p.startswith(q) for q in complete)]
+    if len(whole) > 1:  # `oper.save_checkpoint` and many programs call the model so
+        whole = [p for p in whole if p.startswith("model.")] or whole
+    if len(whole) > 1:
+        raise InvalidInputError("cannot choose between the weights of several models", "prefixes",
+                                sorted(whole)[:8], "one prefix, or 'model.' among them",
+                                "pass the state_dict of one of these models")
+    if whole:
+        return whole[0]
+    best = min(sorted(candidates, key=len), default="",
+               key=lambda prefix: sum(f"{prefix}{k}" not in values for k in keys))
+    lacking = [k for k in keys if f"{best}{k}" not in values]
+    raise InvalidInputError("weights of another model", "missing", lacking[:8],
+                            f"all of its {len(keys)} weights; there are {list(values)[:4]}...",
+                            "pass weights of the published model")

@@ -85,4 +85,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled():  # only with create_graph=True
+        return _differentiable_gradients(gradient, *ctx.saved_tensors)
     return torch.ops.oper.dot_interaction_gradient(gradient.contiguous(), *ctx.saved_tensors)
+
+
+def _differentiable_gradients(gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor
+                              ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what the operator ``dot_interaction_gradient``, which cannot be differentiated, does.
+    """
+    rows = torch.cat((dense[:, None], sparse), dim=1)
+    size, (samples, dim) = rows.shape[1], dense.shape
+    first, second = torch.triu_indices(size, size, 1)
+    upper = gradient.new_zeros(samples, size * size).index_copy(
+        1, first * size + second, gradient[:, dim:]).view(samples, size, size)
+    of_rows = (upper + upper.mT) @ rows
+    return of_rows[:, 0] + gradient[:, :dim], of_rows[:, 1:]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oper.integration.checkpoint.saving import tables_of
+from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.tables import ShardedTables
 from oper.support.processes import when_dropped
@@ -54,9 +55,9 @@ def average_in_shared_memory(model: DistributedDataParallel) -> bool:
 def _can_share(model: DistributedDataParallel, tables: ShardedTables,
                dense: list[nn.Parameter]) -> bool:
     group, ours = model.process_group, tables.group
-    return (ours.world_size > 1 and not ours.is_local and tables.is_one_domain
+    return (isinstance(ours, ProcessGroup) and ours.world_size > 1 and tables.is_one_domain
             and tables.device.type == "cpu" and all(p.device.type == "cpu" for p in dense)
-            and (dist.get_world_size(group), dist.get_rank(group)) == (ours.world_size, ours.rank))
+            and dist.get_process_group_ranks(group) == ours.ranks)
 
 
 class _SharedAverage:

@@ -61,8 +61,8 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
         uint8 [n, bytes of a row] for quantised tables, else [n, dim] of the table's dtype.
 
     Raises:
-        InvalidInputError: the values have another width, or are codes but the table is not
-            quantised; or as `quantise`.
+        InvalidInputError: the values have another width, are codes but the table is not quantised,
+            or are finite but too large for float16; or as `quantise`.
     """
     is_codes = values.dtype == torch.uint8
     wanted = spec.row_bytes if is_codes else spec.dim
@@ -77,8 +77,16 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
             "pass this table's rows")
     if is_codes:
         return values[:, :wanted]
-    return quantise(values, spec.dtype) if spec.dtype in CODE_BITS else values.to(
-        getattr(torch, spec.dtype))
+    if spec.dtype in CODE_BITS:
+        return quantise(values, spec.dtype)
+    rows = values.to(getattr(torch, spec.dtype))
+    if rows.dtype == torch.float16 and values.dtype != torch.float16:
+        overflown = values[rows.isinf() & values.isfinite()]
+        if overflown.numel():
+            raise InvalidInputError(f"cannot store rows of table {spec.name!r} as float16", "value",
+                                    float(overflown[0]), "at most 65504 in magnitude",
+                                    "keep this table in float32, or store it as bfloat16")
+    return rows
 
 
 def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
