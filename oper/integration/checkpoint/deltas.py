@@ -205,7 +205,7 @@ class DeltaCheckpoints:
         """Return a copy of everything that a delta saves besides rows of tables."""
         with rows_never():
             state, values = state_of(self._model, self._optimizer), dict(extra or {})
-            check_readable("cannot save a delta", state | {"extra": values})
+            check_readable(_WHAT, state | {"extra": values})
             return copy_state(state, values)
 
     def take_memory(self) -> torch.Tensor:
