@@ -302,7 +302,7 @@ def test_values_that_cannot_be_loaded_are_not_saved(value: Any, tmp_path: Path) 
         oper.save_checkpoint(tmp_path / "saved", model, dense, {"run": {"loss": value}})
     with oper.DeltaCheckpoints(tmp_path / "saved", model, dense) as saver:
         saver.load()
-        with pytest.raises(InvalidInputError, match=r"cannot save a delta checkpoint: extra\.loss="):
+        with pytest.raises(InvalidInputError, match=r"a delta checkpoint: extra\.loss="):
             saver.save(2, {"loss": value})
     dense.param_groups[0]["lr"] = value
     with pytest.raises(InvalidInputError, match=r"optimizer\.param_groups\.0\.lr="):
