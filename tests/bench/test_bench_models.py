@@ -85,7 +85,8 @@ def test_the_simulator(tmp_path: Path) -> None:
     assert clicks["random"] < clicks["behaviour"] < clicks["oracle of clicks and return"]
     for name, found in retention["policies"].items():
         less = clicks["cdt4rec"] - clicks[name]
-        assert found["cdt4rec_less"]["mean"] == pytest.approx(less, abs=1e-5)
+        # Figures have six significant digits.
+        assert found["cdt4rec_less"]["mean"] == pytest.approx(less, abs=2e-4)
     asked = retention["asked"]
     for suffix in ("", "_calibrated"):
         (order,) = asked["spearman" + suffix]
