@@ -99,11 +99,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class TastesCase:
-    """Models' representations of simulated users with known tastes.
+    """Compares the representations that models learn of simulated users with known tastes.
 
-    CaD-VAE finds concepts and graph itself, or is given the true concepts of the items: with a
-    fitted graph, the true graph, or no graph. With the true graph it is also trained with other
-    weights of the labels, `beta_z`.
+    CaD-VAE is trained in several variants. One learns the items' concepts and the graph itself. The
+    others are given the true concepts, and learn the graph, are given the true one, or have none.
+    The variant with the true graph is also trained with other weights of the labels in the loss
+    (`beta_z`).
 
     The number of items of concept k that a user chooses is drawn as in `Case`. The items depend on
     the user's taste v_k, which is normal and independent of all other variables: an item at
@@ -112,7 +113,8 @@ class TastesCase:
 
     Attributes:
         name: name of the case.
-        users: graph, number of users and activity; `num_graphs` seeds, each with its own users.
+        users: how users are simulated: the graph, their number and their activity. Models are
+            trained with `users.num_graphs` seeds, each with its own graph and users.
         num_items: items per concept; their positions are quantiles of the normal distribution.
         width: width of a taste.
         epochs: epochs of training.

@@ -378,7 +378,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @functools.cache
 def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log."""
+    """The interactions of a data set, preprocessed from the raw log for an evaluation protocol."""
     source = DATA_SETS[name]
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
