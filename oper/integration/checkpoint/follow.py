@@ -48,8 +48,8 @@ class KeyChange:
 
     Attributes:
         slots: int64 [n], distinct; the key in slot s has row s + 1.
-        keys: int64 [n], the keys of the slots.
-        is_held: bool [n]; False = the slot has lost its key, or the key has expired.
+        keys: int64 [n], the slots' new keys; without meaning where `is_held` is false.
+        is_held: bool [n]; False = the slot has no key any more (removed or expired).
     """
 
     slots: np.ndarray
