@@ -137,7 +137,7 @@ class KeyDirectory {
 
   // ---- updates, of this rank's buckets ----
 
-  // The distinct ones of `keys` with their numbers of occurrences, sorted by hash.
+  // The distinct keys among `keys`, with their numbers of occurrences, sorted by hash.
   std::vector<KeyCount> distinct(std::span<const int64_t> keys) const;
   // Merges the ranks' lists of keys without a row, each sorted by hash. Returns the keys of this
   // rank's buckets, each once with the sum of its counts, sorted by hash.
