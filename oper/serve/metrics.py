@@ -45,7 +45,7 @@ class Metric:
         kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
         about: help text.
         label: name of the label that distinguishes the series; "" if there is one series.
-        values: values of the label, one per series; () = the features with raw keys.
+        values: values of the label, one per series; () = one series per feature with raw keys.
         buckets: upper bounds of a histogram's buckets.
     """
 

@@ -49,8 +49,9 @@ NOTE = ("shd: edges to add, remove or reverse; rates without directions, which "
 class Case:
     """Simulated users who choose items by their taste for each concept and by their activity.
 
-    Tastes are linear in their causes: ``u = A'u + e``. A user chooses ``Poisson(mean exp(u_k +
-    a))`` items of concept k.
+    A user's tastes u [K] are linear in their causes: ``u = A'u + e``, with a random graph A and
+    independent noise e. A user with activity a chooses ``Poisson(mean exp(u_k + a))`` items of
+    concept k.
 
     Attributes:
         name: name of the case.

@@ -139,8 +139,8 @@ class Node:
         the table's columns, so the best pieces are a shortest path over widths.
 
         Within a piece, blocks are independent except for the charge for several tiers and for
-        partial sums. The cost of partial sums depends on the pushed mass, the share of the lookups
-        that pushed blocks receive; it is concave between consecutive numbers of full owners.
+        partial sums. The cost of partial sums depends on the pushed mass, the lookups that pushed
+        blocks receive; it is concave between consecutive numbers of full owners.
 
         With one class of owners, the best set of pushed blocks is therefore a prefix of the blocks
         ordered by the cost of pushing per unit of mass (a tangent of a concave function separates
