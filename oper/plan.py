@@ -497,10 +497,10 @@ def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: i
                             "list ranks of the plan, each once")
         if tier.placement == "owned" and len(tier.ranks) != 1:
             raise PlanError(what, "ranks", tier.ranks, "one rank for an owned tier",
-                            "name one rank, or place the tier striped")
+                            "name one rank, or stripe the tier")
         if tier.placement == "replicated" and tier.mode != "pull":
             raise PlanError(what, "mode", tier.mode, "pull for a replicated tier",
-                            "write mode pull, or place the tier striped or owned")
+                            "write mode pull, or make the tier striped or owned")
         if tier.weights and (tier.placement != "striped" or len(tier.weights) != len(tier.ranks)
                              or min(tier.weights) < 1 or sum(tier.weights) > MAX_PATTERN):
             raise PlanError(what, "weights", tier.weights,

@@ -72,7 +72,7 @@ PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 @lru_cache
 def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name, with annotations."""
+    """Return the types of a dataclass's fields by name, with the metadata of `Annotated`."""
     return typing.get_type_hints(kind, include_extras=True)
 
 

@@ -125,8 +125,8 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
-// Whether each key has the bags of exactly one feature. Only then are all bounds computed, once
-// each, if that is left to pooling.
+// Whether each key has the bags of exactly one feature. Only then does pooling, if the bounds of
+// bags are left to it, compute each of them exactly once.
 bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
   const size_t n = context.features.size();
   if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;

@@ -248,8 +248,8 @@ class Messages {
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
-  // Records that the oldest kept forward pass without a backward pass has had it. All ranks call
-  // this at the same points.
+  // Marks the oldest kept forward pass that has not had its backward pass as having had it. All
+  // ranks call this at the same points.
   void pass_back() {
     for (uint32_t age = kKept; age-- > 0;) {
       bool& has = has_passed_back_[kept(kAsBefore - age)];

@@ -59,7 +59,7 @@ struct WarpBucket {
   }
 
   OPER_DEVICE int slot(int k) const { return warp.lane + 32 * k; }
-  // A bit for each slot.
+  // A bit for each slot of the bucket; `holds(k)` tests the k-th slot of this lane.
   template <class Holds>
   OPER_DEVICE uint64_t slots_where(Holds holds) const {
     uint64_t found = 0;

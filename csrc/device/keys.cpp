@@ -67,7 +67,7 @@ KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t s
       std::vector<char> bucket(static_cast<size_t>(kBucketBytes));
       std::copy_n(reinterpret_cast<const char*>(free.data()), 8 * kBucketSlots,
                   bucket.data() + kHashesAt);
-      // Doubled until all have it.
+      // Copies one empty bucket to the first place, then doubles the number of copies each time.
       char* const to = own.back().memory;
       check(cudaMemcpyAsync(to, bucket.data(), bucket.size(), cudaMemcpyHostToDevice, stream), what);
       for (int64_t done = 1; done < buckets; done *= 2)

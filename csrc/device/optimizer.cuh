@@ -29,8 +29,8 @@ OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
          });
 }
 
-// Shared memory for one row of each group of a block, in floats: of one group and of all; and this
-// group's.
+// Shared memory for one row of each group of a block. Its size in floats for one group, and for all
+// groups of the block; and the address of this group's part.
 template <class Shape>
 constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
 template <class Shape>

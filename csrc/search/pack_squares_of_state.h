@@ -1,4 +1,5 @@
-// The loads by sums of squares that a state of the search contains. Part of pack_state.h.
+// The loads of a state of the search that come from sums of squares, which the owners of a row's
+// columns send each other. Part of pack_state.h.
 #pragma once
 
 #include "search/pack_state.h"

@@ -64,7 +64,8 @@ static OPER_CLONES void picked(const int64_t* found, int64_t which, const double
   for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
 }
 
-// Finds the cheapest set of pushed blocks, whose partial sums are concave in its mass.
+// Finds the cheapest set of pushed blocks. The cost of its partial sums is concave in its mass, the
+// expected ids of its blocks.
 class Prefixes {
  public:
   // Least cost of a set of blocks with the costs `gain` and partial sums `sums(mass)`, which is concave

@@ -165,8 +165,8 @@ class Folder:
 
     @property
     def has_graded_labels(self) -> bool:
-        """Whether labels are any numbers (``parse = "number"``) instead of 0 and 1; False if there
-        are no rows."""
+        """Whether labels are arbitrary numbers (``parse = "number"``) instead of 0 and 1; False if
+        there are no rows."""
         part = next((part for split in SPLITS for part in self.parts(split)), None)
         return part is not None and pa.types.is_floating(
             self.open_part(part, (self.label,)).schema_arrow.field(self.label).type)

@@ -420,8 +420,8 @@ def _stats(args: argparse.Namespace) -> AccessStats:
                          "pass --merge to merge statistics files")
     for name in ("grown", "remap"):
         if getattr(args, name) and not args.merge:
-            raise UsageError("cannot analyze", f"--{name}", getattr(args, name), "--merge, too",
-                             "leave it out")
+            raise UsageError("cannot analyze", f"--{name}", getattr(args, name),
+                             "only together with --merge", "leave it out, or add --merge")
     if args.merge:
         files = [args.folder, *args.more]
         twice = sorted({f for f in files if files.count(f) > 1})

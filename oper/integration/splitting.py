@@ -31,8 +31,9 @@ def split_batch(batch: Any, num_parts: int | Sequence[int]) -> tuple[list[Any], 
 
     Raises:
         InvalidInputError: a part would have no sample; tensors or features differ in their
-            numbers of samples; features have a variable batch per feature; or another object has
-            tensors as attributes.
+            numbers of samples; the features of a `KeyedJaggedTensor` have different batch sizes
+            (variable batch per feature); or an object that is not listed above has tensors as
+            attributes.
     """
     sizes = {_num_samples(x) for x in _leaves(batch) if not isinstance(x, _ARRAYS) or x.ndim}
     shares = [1] * num_parts if isinstance(num_parts, int) else num_parts

@@ -310,7 +310,7 @@ def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], worl
     for spec in tables:
         shardings = found.get(spec.name, [])
         if len(shardings) != 1:
-            raise PlanError("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
+            raise PlanError("cannot import a TorchRec plan", f"entries for table {spec.name!r}",
                             len(shardings), "1", "name tables as in the plan, and as "
                             "'<module path>.<table>' where two tables have the same name")
         pieces = _pieces(spec, shardings[0], world_size)

@@ -64,7 +64,7 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray) -> dict[str, float]:
 
 
 def scores_of(importance: np.ndarray) -> tuple[float, float]:
-    """Return disentanglement and completeness, given R, float [C, K], >= 0."""
+    """Return disentanglement and completeness, given the importances R_ck, float [C, K], >= 0."""
     return (float(_certainty(importance) @ importance.sum(1) / max(importance.sum(), 1e-300)),
             float(_certainty(importance.T).mean()))
 

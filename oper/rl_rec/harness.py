@@ -258,7 +258,7 @@ class Runs:
 
 def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
               options: FitOptions | None = None) -> Runs:
-    """Train and test `name` with each seed; for arguments and errors see `fit`."""
+    """Train and test the model `name` once per seed; for arguments and errors see `fit`."""
     if not seeds:
         raise InvalidInputError("nothing to run", "seeds", [], "one or more", "pass a seed")
     return join_runs([as_runs(name, seed, fit(name, config, data, seed, options or FitOptions()))

@@ -89,7 +89,11 @@ class DynamicRows:
                  "None with eviction='lru', which does not use counts"))
 
     def per_update(self, lookups: float) -> DynamicRows:
-        """Return the settings with times in lookups; theirs are in updates of `lookups` each."""
+        """Convert settings whose times are in updates to times in lookups.
+
+        Args:
+            lookups: mean number of lookups of the table per update.
+        """
         return replace(self, **{name: max(1.0, value * lookups)
                                 for name in ("half_life", "time_to_live")
                                 if (value := getattr(self, name)) is not None})

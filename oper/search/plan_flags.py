@@ -105,8 +105,8 @@ def add_message_bits(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_machine(parser: argparse._ActionsContainer, default: str = "") -> None:
-    """Add ``--topology``, which is required unless its `default` is described, and
-    ``--world-size``."""
+    """Add ``--topology`` and ``--world-size``. `default` describes the default topology in the
+    help; without it, ``--topology`` is required."""
     parser.add_argument("--topology", metavar="NAME|FILE", required=not default,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file"
                              + f" ({default})" * bool(default))

@@ -156,7 +156,7 @@ class Batcher:
             if not np.isfinite(scores).all():
                 raise InvalidInputError("cannot score the request", f"scores of epoch {epoch}",
                                         "inf or nan", "finite numbers",
-                                        "send smaller dense numbers, or publish other weights")
+                                        "send smaller dense features, or publish other weights")
         except Exception as error:
             if len(live) > 1:
                 for pending in live:

@@ -45,7 +45,7 @@ class Metric:
         kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
         about: help text.
         label: name of the label that distinguishes the series; "" if there is one series.
-        values: values of the label, one per series; () = the features with raw keys.
+        values: values of the label, one per series; () = one series per feature with raw keys.
         buckets: upper bounds of a histogram's buckets.
     """
 
@@ -152,11 +152,11 @@ class Shared:
         self.workers()["connections"] = -1
 
     def workers(self) -> np.ndarray:
-        """Return the memory of the workers, a record of their metrics by name for each.
+        """Return the shared memory of the workers as an array with one record per worker.
 
-        ``ring`` has the last records of a trace, ``written`` is how many there were, ``process`` is
-        the id of the process, and ``connections`` the number of open connections, -1 if it does not
-        accept any.
+        A record has a field for each metric, by its name. In addition, ``ring`` has the last
+        records of a trace, ``written`` is how many there were, ``process`` is the id of the
+        process, and ``connections`` the number of open connections, -1 if it does not accept any.
         """
         return np.frombuffer(self._memory, np.dtype(self._types))
 

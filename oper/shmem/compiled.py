@@ -89,7 +89,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     Args:
         anchor: float32 [0]; requires a gradient if the backward pass is to update the tables.
         ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
-        tables: number of the tables, from `register`.
+        tables: the number that identifies the tables, from `register`.
         rows, columns: shape of the output.
         trained: whether a backward pass follows; the forward pass is then collective.
 
@@ -131,13 +131,13 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
               ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of a lookup's output to `CollectedPasses`.
 
-    The tables are updated by a hook on the anchor, once its gradient is complete.
+    The tables are updated by a hook on `anchor` (see `lookup_op`), once its gradient is complete.
 
     Args:
         grad: gradient of the output, float32 [rows, columns].
         ids, offsets, weights, key_of, batch_size, pooled: the batch, see `Lookup`.
         rows: the third result of `lookup_op`.
-        tables: number of the tables, see `_tables`.
+        tables: the number that identifies the tables, see `register`.
         weights_need_gradient: whether to compute the gradient of `weights`.
 
     Returns:

@@ -116,7 +116,8 @@ class LogicalRows:
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
 
     def views(self, piece: int) -> dict[str, torch.Tensor]:
-        """Return the `view` of this rank's rows of a piece and of their states, by part."""
+        """Return a `view` of this rank's rows of a piece and one of each part of their optimizer
+        state, by the `part` of `view`."""
         parts = ("rows", *dict(STATE_PARTS[self.directories[piece].table.optimizer]))
         return {part: self.view(part, piece, self.group.rank) for part in parts}
 

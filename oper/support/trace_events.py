@@ -16,7 +16,8 @@ class Bar:
     """An activity on a timeline.
 
     Attributes:
-        process, thread: ids of the timeline, on which bars may nest but not partly overlap.
+        process, thread: numbers that identify the timeline. Its bars may nest, but not overlap
+            partly.
         name, category: labels.
         start_us, length_us: begin and duration in microseconds, rounded to nanoseconds in the file.
         args: further values to show, JSON-serializable.

@@ -87,7 +87,8 @@ class KeyMeter:
         return found.reshape(-1)
 
     def read(self) -> dict[str, Any]:
-        """Return `by_table` of all ranks' `take`. Collective if there are dynamic tables."""
+        """Return the counts of all ranks together since the last call, as `by_table` returns them.
+        Collective if there are dynamic tables."""
         return self.by_table(sum_over_ranks(self.take())) if self._tables else {}
 
     def by_table(self, counts: torch.Tensor) -> dict[str, Any]:

@@ -7,8 +7,8 @@
 namespace oper::device {
 namespace {
 
-// The row of a table [count, kWidth] of ranges to which item k belongs. Column 0 is the number of
-// items in the ranges before.
+// `rows` [count, kWidth] has one row per range of items; its column 0 is the number of items in all
+// ranges before. Returns the row of the range that item k belongs to.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });

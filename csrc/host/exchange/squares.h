@@ -8,9 +8,9 @@
 
 namespace oper::host {
 
-// The sum of squares over all columns of a row: the one in a slot of this rank in `table`, a column
-// piece. In several domains the exchange must have delivered the totals. `round`: see
-// Table::rounds_of_squares.
+// The sum of the squared gradients over all columns of a row, whose columns of one piece, `table`,
+// are in slot `slot` of this rank. With several domains the exchange must have delivered the totals
+// before. `round`: see Table::rounds_of_squares.
 float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round);
 
 }  // namespace oper::host

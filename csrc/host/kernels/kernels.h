@@ -72,8 +72,8 @@ struct Kernels {
                           int64_t* offsets);
   // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
   int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
-  // Writes of each sample in rows [num_samples, num_rows, dim] its first row and the dot products
-  // of all pairs of its rows, see `forward_interaction` in interaction.h.
+  // Writes, for each sample in rows [num_samples, num_rows, dim], its first row and then the dot
+  // products of all pairs of its rows, see `forward_interaction` in interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
   // The gradient of `interact` for one sample, with respect to its first row [dim] and its others
@@ -82,7 +82,7 @@ struct Kernels {
                             int num_rows, int dim, float* first_out, float* others_out,
                             Scratch& scratch);
   // For samples that have the rows `shared` [num_shared, dim] in common and their own rows, `own`:
-  // num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot
+  // num_own arrays [num_samples, dim]. Writes, for each sample, its first own row and then the dot
   // products of its own rows with the shared ones and with each other, see
   // `forward_shared_interaction`.
   void (*interact_shared)(const float* shared, int num_shared, const float* const* own, int num_own,

@@ -4,9 +4,9 @@
 
 #if defined(OPER_KERNELS_AVX512)
 
-// Loads `count` < 16 columns, the other lanes are 0. With a mask, since loading a copy that was
-// just stored would wait for the store. Not so for four and eight columns: a masked load also
-// accesses the next cache line, which has not been prefetched.
+// Loads `count` < 16 columns; the other lanes are 0. Uses a masked load, since loading from a copy
+// in memory would wait until the copy is stored. Four and eight columns are loaded without a mask,
+// since a masked load also accesses the next cache line, which has not been prefetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));

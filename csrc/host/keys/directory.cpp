@@ -124,7 +124,7 @@ std::vector<KeyCount> KeyDirectory::merge(
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
   KeyAge* const ages = parts_[rank_].ages;
   const size_t n = keys.size();
-  // Into the second-level cache, which can fetch more lines at once than the first.
+  // Prefetches into the second-level cache, since it can fetch more lines at once than the first.
   const auto fetch = [&](size_t i) { __builtin_prefetch(ages + keys[i].place, 0, 2); };
   for (size_t i = 0; i < std::min(n, kAhead); ++i) fetch(i);
   for (size_t i = 0; i < n; ++i) {

@@ -137,10 +137,10 @@ class KeyDirectory {
 
   // ---- updates, of this rank's buckets ----
 
-  // The distinct ones of `keys` with their numbers of occurrences, sorted by hash.
+  // The distinct keys among `keys`, with their numbers of occurrences, sorted by hash.
   std::vector<KeyCount> distinct(std::span<const int64_t> keys) const;
-  // Merges the ranks' lists of keys without a row (each sorted by hash): those of this rank's
-  // buckets, with the sums of their counts, sorted by hash.
+  // Merges the ranks' lists of keys without a row, each sorted by hash. Returns the keys of this
+  // rank's buckets, each once with the sum of its counts, sorted by hash.
   std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
   // Adds the counts of keys that have rows, each listed once.
   void count(std::span<const PlaceCount> keys, uint32_t clock) const;

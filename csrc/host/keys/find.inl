@@ -138,8 +138,8 @@ OPER_INLINE uint32_t opaque(uint32_t x) {
 constexpr int64_t kNumberedKeys = 128;  // maximum number of keys that one call numbers
 
 // Numbers keys in the order of their first occurrence, and counts them. Keys of earlier calls are
-// recognised in vectorised loops, the others one by one: which of these are new cannot be
-// predicted, so that the loop branches on collisions in the hash table only.
+// recognised in vectorised loops, the others one by one. Whether a key is new cannot be predicted,
+// so the loop over the others branches only on collisions in the hash table.
 OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
   constexpr uint32_t kNone = DistinctKeys::kMost;  // this and larger values mean no number

@@ -249,8 +249,8 @@ void KeyTables::count_known(const std::vector<bool>& frozen) {
   }
 }
 
-// Admits keys without a row, and returns the changes by table, in the order of buckets, which are
-// independent.
+// Admits keys without a row, and returns the changes by table, in the order of buckets. Tasks run
+// concurrently, since buckets are independent.
 std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen) {
   std::vector<KeyChanges> result(tables_.size());
   std::vector<std::vector<KeyCount>> keys(tables_.size());

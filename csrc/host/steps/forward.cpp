@@ -66,8 +66,8 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
 }
 
 // Byte offsets of the arrays of each table's TableOrder, which follow the TableOrders, and their
-// end. There are pairs, or keys and bags, which together are no longer; with weights also bags and
-// positions.
+// end. A table has pairs of up to 8 bytes, or keys and bags of 4 bytes each, per id; with weights
+// also bags and positions.
 std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
   std::vector<int64_t> places{
       round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64)};

@@ -228,8 +228,8 @@ def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
 
 
 def on_threads(count: int, call: Call) -> Call:
-    """`call` on `count` threads of torch. torch's setting is only changed in the first call after
-    another contender's, which is not timed."""
+    """`call` on `count` threads of torch. torch's number of threads is changed only when the
+    contender changes, and the first call after such a change is not timed."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)

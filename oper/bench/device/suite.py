@@ -64,7 +64,7 @@ FIGURES = ((
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the argument of benchmarks that also have cases for a GPU."""
+    """Add ``--device``, the argument of benchmarks that also have cases for a GPU."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="",
                         help="cuda: benchmark one GPU, compared with torch and fbgemm")
 

@@ -73,7 +73,7 @@ class DynamicCase(Case):
         return self.slots_at(self.load)
 
     def slots_at(self, load: float) -> int:
-        """`num_slots` at another load."""
+        """Rows for keys of a table with `load` distinct keys per row."""
         return round(max(self.work.num_rows) / load)
 
     def make_dynamic(self, load: float, batch_size: int) -> Any:

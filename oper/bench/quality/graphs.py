@@ -49,8 +49,9 @@ NOTE = ("shd: edges to add, remove or reverse; rates without directions, which "
 class Case:
     """Simulated users who choose items by their taste for each concept and by their activity.
 
-    Tastes are linear in their causes: ``u = A'u + e``. A user chooses ``Poisson(mean exp(u_k +
-    a))`` items of concept k.
+    A user's tastes u [K] are linear in their causes: ``u = A'u + e``, with a random graph A and
+    independent noise e. A user with activity a chooses ``Poisson(mean exp(u_k + a))`` items of
+    concept k.
 
     Attributes:
         name: name of the case.
@@ -99,11 +100,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class TastesCase:
-    """Models' representations of simulated users with known tastes.
+    """Compares the representations that models learn of simulated users with known tastes.
 
-    CaD-VAE finds concepts and graph itself, or is given the true concepts of the items: with a
-    fitted graph, the true graph, or no graph. With the true graph it is also trained with other
-    weights of the labels, `beta_z`.
+    CaD-VAE is trained in several variants. One learns the items' concepts and the graph itself. The
+    others are given the true concepts, and learn the graph, are given the true one, or have none.
+    The variant with the true graph is also trained with other weights of the labels in the loss
+    (`beta_z`).
 
     The number of items of concept k that a user chooses is drawn as in `Case`. The items depend on
     the user's taste v_k, which is normal and independent of all other variables: an item at
@@ -112,7 +114,8 @@ class TastesCase:
 
     Attributes:
         name: name of the case.
-        users: graph, number of users and activity; `num_graphs` seeds, each with its own users.
+        users: how users are simulated: the graph, their number and their activity. Models are
+            trained with `users.num_graphs` seeds, each with its own graph and users.
         num_items: items per concept; their positions are quantiles of the normal distribution.
         width: width of a taste.
         epochs: epochs of training.

@@ -258,7 +258,7 @@ class Case:
     def searched(self, data: Interactions, progress: Progress) -> tuple[Case, dict[str, Any]]:
         """The case with the settings that are best for the validation users, and the record of the
         search; test users have no part in the choice. A trial that cannot be trained is recorded as
-        failed; raises its InvalidInputError if none can."""
+        failed. If none can be trained, raises the InvalidInputError of the last one."""
         valid, problem = f"valid_{self.fit.chosen_by}", None
         tried: list[dict[str, Any]] = []
         for k in range(self.num_trials):
@@ -378,7 +378,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @functools.cache
 def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log."""
+    """The interactions of a data set, preprocessed from the raw log for an evaluation protocol."""
     source = DATA_SETS[name]
     held = source.protocols[protocol]
     recipe, more = with_labels(load_recipe(source.recipe), held), tuple(

@@ -274,5 +274,6 @@ def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
 
 
 def shop_of(weights: str | None, law: Returning | None = None) -> Shop:
-    """VirtualTaobao's shop from its weights, or one of random networks."""
+    """VirtualTaobao's shop from the networks in the file `weights`, or, with None, a synthetic shop
+    of random networks. `law`: when customers return; None = they do not."""
     return load_virtual_taobao(weights, law) if weights else synthetic_shop(returning=law)

@@ -55,7 +55,7 @@ class DeltaCase:
         rounds: number of rounds under load. A reported percentile is the median over rounds of the
             rounds' percentiles, which a single stall of the machine does not affect.
         steps: steps of a round whose deltas are not served, and as many whose deltas are served.
-        small: share of the rows that each of the remaining deltas changes, relative to `changed`.
+        small: after the rounds, the remaining deltas change a share `small * changed` of the rows.
         wholes: number of publications of all weights, for comparison.
         apart: whether the server gets the last core alone, and training and client the rest.
     """
@@ -75,7 +75,7 @@ class DeltaCase:
 
     @property
     def num_timed(self) -> int:
-        """Number of deltas in rounds."""
+        """Number of deltas that are served in all rounds together."""
         return self.rounds * self.steps
 
     def measure(self, progress: Progress) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Column:
 
     @property
     def lookups(self) -> Lookups:
-        """The rows as `Lookups`, which share the values."""
+        """The rows as `Lookups`, without a copy of the values."""
         return Lookups(self.values, None if self.ends is None else self.lengths)
 
     @property

@@ -12,7 +12,7 @@ from oper.data.loading.groups import Column, GroupReader, RowGroups
 
 
 class EpochOrder:
-    """Assigns row ranges to the windows of a rank in an epoch, and batches to windows.
+    """Divides a rank's rows of an epoch into windows, which are shuffled, and these into batches.
 
     Attributes:
         batches_per_window: batches of a window; only a rank's last window may have fewer.

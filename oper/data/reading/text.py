@@ -50,12 +50,12 @@ class TextLayout:
 
 
 def separator_of(layout: Layout) -> str:
-    """Return the single character that separates fields after `unified`."""
+    """Return the single character that separates the fields in the output of `unified`."""
     return layout.separator if len(layout.separator) == 1 else _UNIT_SEPARATOR
 
 
 def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
-    """Make pyarrow's options for splitting lines of a layout after `unified`."""
+    """Make pyarrow's options for splitting lines of a layout in the output of `unified`."""
     return pacsv.ParseOptions(
         delimiter=separator_of(layout), quote_char=layout.quote or False,
         double_quote=not layout.escape, escape_char=layout.escape or False,

@@ -48,8 +48,8 @@ class KeyChange:
 
     Attributes:
         slots: int64 [n], distinct; the key in slot s has row s + 1.
-        keys: int64 [n], the keys of the slots.
-        is_held: bool [n]; False = the slot has lost its key, or the key has expired.
+        keys: int64 [n], the slots' new keys; without meaning where `is_held` is false.
+        is_held: bool [n]; False = the slot has no key any more (removed or expired).
     """
 
     slots: np.ndarray
@@ -245,8 +245,8 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
             wanted = self._types.get(table)
             for values in (v for found in pieces.values() for _, v in found):
                 if wanted and values.dtype not in wanted:
-                    raise TypeError(f"values of {values.dtype}, and {', '.join(map(str, wanted))} "
-                                    "in the checkpoint")
+                    raise TypeError(f"values are {values.dtype}, but those of the checkpoint are "
+                                    f"{', '.join(map(str, wanted))}")
             return _joined(self._what, table, pieces)
         except _MALFORMED as error:
             damaged = FileFormatError(self._what, f"rows of table {table!r}",

@@ -179,7 +179,7 @@ class Weights:
             return
         if getattr(value, "full_tensor", None) is not None:
             raise InvalidInputError(f"cannot publish {key!r}", "value", type(value).__name__,
-                                    "all its rows in this process",
+                                    "a tensor with all rows in this process",
                                     "save a checkpoint and publish its folder")
         if not isinstance(value, torch.Tensor) or value.is_meta or value.dim() != 2:
             raise InvalidInputError(f"cannot publish {key!r}", "value", _kind(value),

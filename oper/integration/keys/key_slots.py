@@ -68,8 +68,8 @@ def changed_buckets(slots: np.ndarray, keys: np.ndarray, is_held: np.ndarray, nu
 
     Args:
         slots: int64 [n], distinct.
-        keys: int64 [n], the slots' new keys.
-        is_held: bool [n]; False = the slot has lost its key.
+        keys: int64 [n], the slots' new keys; without meaning where `is_held` is false.
+        is_held: bool [n]; False = the slot has no key any more.
         num_slots, seed: as for `KeySlots`.
 
     Raises:

@@ -229,7 +229,7 @@ class RawKeys(nn.Module):
         if num_keys:
             raise InvalidInputError(
                 _WHAT, f"learned keys of {table!r}", num_keys, "0",
-                "shard a model whose module is new, and load the rows of the keys into it with "
+                "shard a model whose module has learned no keys, and load the keys' rows with "
                 "oper.KeyedRows.of_managed_collision(state, table).entries(...)")
         self._hash, self._hash_size = getattr(module, "_input_hash_func", None), module.input_size()
         self._size, self._buckets = module.output_size(), module.buckets()

@@ -55,10 +55,11 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 
 
 class SequenceBatches:
-    """Divides each user's training interactions, backwards, into subsequences of `steps`.
+    """Divides each user's training interactions into subsequences of `steps` interactions.
 
-    Subsequences do not overlap, and a user's first one may be shorter. Each comes with up to
-    `window` preceding interactions as context. `gamma` is the discount of returns-to-go.
+    Subsequences do not overlap. They are cut from the last interaction backwards, so the earliest
+    one may be shorter. Each comes with up to `window` preceding interactions as context. `gamma` is
+    the discount factor of returns-to-go.
     """
 
     def __init__(self, data: Interactions, steps: int, window: int, gamma: float = 1.0) -> None:

@@ -91,7 +91,8 @@ class SQN(SASRec):
         self.weigh = False
 
     def warm_up(self, num_steps: int) -> int:
-        """With ``actor="advantage"``, a third of the steps, without weights; otherwise 0."""
+        """Return the number of first steps whose loss is not weighted by the advantage: with
+        ``actor="advantage"`` a third of the steps, otherwise 0."""
         return third_of(num_steps) if self.config.actor == "advantage" else 0
 
     def schedule(self, step: int, num_steps: int) -> None:

@@ -18,11 +18,12 @@ class SimulatedLog:
     """A log and its ground truth.
 
     Attributes:
-        log: N rows; positions equal the context.
-        target: the policy to evaluate, float64 [N, ACTIONS].
+        log: the log, of N rows; the position in a row is the number of its context.
+        target: probabilities of the actions under the policy to evaluate, float64 [N, ACTIONS].
         value: expected reward per row under `target`.
         rewards: expected reward of every action, float64 [N, ACTIONS].
-        groups: groups of actions, which determine expected rewards, and the logging policy.
+        groups: the group of each action, and the logging policy's probabilities. Expected rewards
+            depend only on the context and the action's group.
         visitors: visitor of each row, int64 [N].
     """
 

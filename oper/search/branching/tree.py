@@ -66,7 +66,8 @@ class TreeNode:
     """A node of the tree.
 
     Attributes:
-        bound: bound of its plans; its pool is emptied once the node is branched on.
+        bound: solution of the node's relaxation, with the lower bound of its plans. Its pool of
+            configurations is emptied once the node is branched on.
         is_close: whether it was solved to the tightest tolerance.
         branching: how it was branched on; None for a leaf.
         children: its two children; empty for a leaf.

@@ -239,8 +239,9 @@ class Proof:
                 owner.append((kind, *self._about(kind, what, checker), price))
             else:
                 raise _ProofError(
-                    f"price {number} of the proof is for a row of kind {kind!r}, but the kinds are "
-                    f"{['load', *memories, *OWNER_INEQUALITIES]}: plan again with this release")
+                    f"price {number} of the proof is for a constraint of kind {kind!r}, but the "
+                    f"kinds are {['load', *memories, *OWNER_INEQUALITIES]}: plan again with this "
+                    "release")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:

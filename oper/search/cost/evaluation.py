@@ -116,7 +116,8 @@ class Evaluation:
 
     @property
     def score(self) -> tuple[float, float]:
-        """(overflow of the fullest memory, step); of two plans, the one with less is better."""
+        """(overflow of the fullest memory, as a share of it; modelled step in microseconds). Of two
+        plans, the one with the lexicographically smaller score is better."""
         return max(0.0, self.fullest - 1.0 - 1e-9), self.step_us
 
     @property

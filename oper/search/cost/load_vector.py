@@ -85,7 +85,7 @@ def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
 
 def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
     """Features of the rows of a tier that each rank owns, or whose master copies it has; float64
-    [4, W]. `ordered` states whether positions are hotness ranks; else they are ids."""
+    [4, W]. `ordered` states whether positions are those in the hotness order; else they are ids."""
     pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
     shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
     out = np.zeros((shares.shape[0], world_size))
@@ -111,7 +111,7 @@ class Messages:
         self.bits = bits
 
     def answer_bytes(self, t: TableProblem, width: int) -> float:
-        """Bytes of `width` columns of a pulled row in an answer."""
+        """Bytes of `width` columns of a pulled row in the message that answers a lookup."""
         return self.bits.row_bytes(t.spec, width)
 
     @staticmethod

@@ -247,7 +247,8 @@ class CostModel:
         return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Bytes of the partial sums counted by `num_sums`, in float32 with `width` columns each."""
+        """Bytes of the `num_sums(t, ids)` partial sums, each with `width` float32 columns; float64
+        [...], like `ids`."""
         return self.num_sums(t, ids) * (width * GRAD_BYTES)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:

@@ -136,7 +136,7 @@ class Bound:
         return self.node.relaxation
 
     def total(self) -> np.ndarray:
-        """Resource rows that the relaxed solution consumes, including `node.base`; float64 [R]."""
+        """Consumption of each resource by the relaxed solution and `node.base`; float64 [R]."""
         if not self.pool.resources:
             return self.node.base
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)

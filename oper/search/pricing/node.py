@@ -135,18 +135,25 @@ class Node:
 
         If `known` (float64 [T]) is given, only configurations that cost less are searched for.
 
-        Each piece takes the cheapest placement per column, and the pieces must add up to the
-        table's columns: a shortest path over widths. Blocks of a piece are independent except for
-        the charge for several tiers and for partial sums, whose cost is concave in the pushed mass
-        between consecutive numbers of full owners. With one class of owners, the best set of pushed
-        blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
-        (a tangent of a concave function separates over blocks, and its minimum over fractional sets
-        lies at a vertex), or has a mass at which all owners are full; all of these are tried. With
-        several classes, two bounds are computed: all classes replaced by one with the largest
-        capacity and the lowest price; exact partial sums of one class, and of the others bounds
-        that are linear in the blocks, for any mass or for each of several ranges of it. Bounds on
-        partial sums that are linear in the blocks (`Fit.least_sums`) are used as well. A type of
-        piece whose first blocks are `Fit.heavy` does not push them.
+        Each piece takes the cheapest placement per column. The widths of the pieces must add up to
+        the table's columns, so the best pieces are a shortest path over widths.
+
+        Within a piece, blocks are independent except for the charge for several tiers and for
+        partial sums. The cost of partial sums depends on the pushed mass, the lookups that pushed
+        blocks receive; it is concave between consecutive numbers of full owners.
+
+        With one class of owners, the best set of pushed blocks is therefore a prefix of the blocks
+        ordered by the cost of pushing per unit of mass (a tangent of a concave function separates
+        over blocks, and its minimum over fractional sets lies at a vertex), or it has a mass at
+        which all owners are full. All of these sets are tried.
+
+        With several classes, two lower bounds are computed. One replaces all classes by a class
+        with the largest capacity and the lowest price. The other takes the exact partial sums of
+        one class, and for the other classes bounds that are linear in the blocks, for any mass or
+        for each of several ranges of it.
+
+        Bounds on partial sums that are linear in the blocks (`Fit.least_sums`) are used as well. A
+        type of piece whose first blocks are `Fit.heavy` does not push them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]

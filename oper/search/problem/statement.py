@@ -135,9 +135,10 @@ class TableProblem:
         return np.stack([np.interp(position, self.edges, c) for c in self.cumulative])
 
     def features(self, start: int, stop: int, ordered: bool) -> np.ndarray:
-        """Features of positions `[start, stop)`; float64 [4].
+        """Features (see the module's description) of the rows at positions `[start, stop)`,
+        summed; float64 [4].
 
-        `ordered` states whether positions are hotness ranks; else they are ids.
+        `ordered` states whether positions are those in the hotness order; else they are ids.
         """
         return self.shares(start, stop, 1, ordered)[:, 0]
 

@@ -366,7 +366,10 @@ class Fit:
                 "narrowest": np.where(whole[of], narrowest, p.narrow[at])}
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """Index of type `kind` (int64 [N]) of each table in arrays over all types; int64 [N]."""
+        """Index of a piece type in arrays over the types of all tables; int64 [N].
+
+        `kind` (int64 [N]) is the type's number within its table, one of `tables` (int64 [N]).
+        """
         first = self._pieces.first
         return np.asarray(np.minimum(first[tables] + kind, first[tables + 1] - 1))
 

@@ -192,7 +192,8 @@ class Replay:
         return [replace(t, num_forward=1, num_backward=int(self.training)) for t in found]
 
     def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
-        """Yield for each column piece the counts by kind, reader and peer; int64 [13, W, W]."""
+        """Yield, for each column piece of each table, the counts by kind (`KINDS`), reader and
+        peer; int64 [13, W, W]."""
         world = self.plan.world_size
         require_batches(ranks, world)
         for entry, pieces, replicas in zip(self.plan.tables, self._placed, self._replicas,

@@ -59,9 +59,10 @@ class Timeline:
     """The timeline of a run.
 
     Attributes:
-        bars: intervals of work or waiting of a rank (`process`) on a lane (`thread`, an index of
-            `LANES`), unordered; `args` has the step, and the bytes over the link or memory.
-        ends_us: time at which each step ended on its slowest rank.
+        bars: intervals in which ranks work or wait, unordered. A bar's `process` is the rank, its
+            `thread` the lane (an index of `LANES`), and its `args` are the number of the step and
+            the bytes that pass over the link or memory.
+        ends_us: by step, the time at which its slowest rank ended it, microseconds.
     """
 
     world_size: int

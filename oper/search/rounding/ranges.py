@@ -28,12 +28,15 @@ _MIN_GAIN = 1e-5  # least relative improvement of the step for a move to be acce
 
 def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
                 over: Callable[[], bool]) -> list[Placement]:
-    """Divide pushed rows of tables that may not be striped among owners; returns placements.
+    """Divide the pushed rows of each table that may not be striped into ranges with one owner each.
 
     Args:
         relaxation: the cost model and the tables.
-        placements: of each table.
+        placements: the current placement of each table.
         over: returns whether the time limit has passed.
+
+    Returns:
+        The new placement of each table.
     """
     model, tables, out = relaxation.model, relaxation.tables, list(placements)
     free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]

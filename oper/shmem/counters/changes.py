@@ -28,8 +28,8 @@ class ChangedKeys:
             ``"expired"``: slots whose keys have outlived their time to live since the last changes
             were taken, although the directory still holds them.
         numbers: int64 [n], ascending, numbers of the records or slots.
-        records: int64 [n, 3]: key, count and clock of each record, clock -1 = the record is empty
-        now; None if `part` is ``"expired"``.
+        records: int64 [n, 3]: key, count and clock of each record; clock -1 = the record has become
+            empty. None if `part` is ``"expired"``.
     """
 
     table: str

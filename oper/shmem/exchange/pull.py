@@ -31,7 +31,7 @@ class PullCosts:
 
     Attributes:
         extra_per_byte: additional cost per byte of reading a neighbour's row instead of an own row.
-            With 0 rows are always read in place, and duplication is not counted.
+            With 0, rows are always read in place, and ids per distinct row are not counted.
         per_id: cost of de-duplication per id of a neighbour's row.
         per_copied_byte: cost per byte of copying a distinct row.
     """
@@ -49,9 +49,9 @@ def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
 
     Args:
         tables: the tables of one rank.
-        choice: True: every table copies them once per batch; False (the default): they are read in
-            place, once per id; `PullCosts`: decided table by table from the duplication in every
-            256th forward pass.
+        choice: True: every table copies each of them once per batch; False (the default): they are
+            read in place, once per id; `PullCosts`: decided table by table from these costs and the
+            ids per distinct row, which are counted in every 256th forward pass.
     """
     costs = choice if isinstance(choice, PullCosts) else PullCosts()
     number = int(choice) if isinstance(choice, bool) else 2 if costs.extra_per_byte > 0 else 0
@@ -64,8 +64,9 @@ def choose_automatically(tables: Tables) -> None:
     """Choose how neighbours' rows are read, for `oper.shard`. Collective over the group.
 
     If all ranks of each domain run on one NUMA node, rows are read in place and nothing is
-    measured. Otherwise the ranks of each domain that spans nodes measure `PullCosts` and use their
-    mean; each rank then decides by the duplication in its own batches.
+    measured. Otherwise the ranks of each domain that spans nodes measure `PullCosts` and use the
+    mean over these ranks. Each rank then decides, from these costs and from the ids per distinct
+    row in its own batches, whether to read rows in place or to copy them once per batch.
     """
     node = local_domain([n.processors for n in find_nodes()])
     nodes = tables.group.all_gather(node)

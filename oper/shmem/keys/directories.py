@@ -315,8 +315,14 @@ class Keys:
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
               checks: bool = False) -> None:
-        """Restore the records with these numbers (int64 [n]) from `read` or `changed` (int64
-        [n, 3]), equal on all ranks; a barrier must follow. With `checks`, only check them.
+        """Write records of a part, as `read` or `changed` returned them; a barrier must follow.
+
+        Args:
+            name: name of the table.
+            part: the part, see `RECORDS`.
+            numbers: int64 [n], numbers of the records; equal on all ranks.
+            records: int64 [n, 3], the records; equal on all ranks.
+            checks: only check the records, without writing them.
 
         Raises:
             InvalidInputError: a record is invalid there.

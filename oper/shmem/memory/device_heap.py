@@ -101,7 +101,7 @@ class DeviceHeap:
         everyone = self._group.all_gather((address, str(self.device)))
         devices = {where for _, where in everyone}
         if len(devices) > 1:
-            raise PlanError("virtual ranks cannot address each other's memory", "devices",
+            raise PlanError("threads of one process cannot be ranks on several devices", "devices",
                             sorted(devices), "one device", "start one process per device")
         self.addresses = [address for address, _ in everyone]
 

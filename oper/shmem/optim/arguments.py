@@ -127,7 +127,8 @@ class KernelArguments:
 
     def copied(self, rounding_keys: Mapping[str, tuple[int, int]] | None = None
                ) -> KernelArguments:
-        """Return a copy with its own cache, for tables at another step, or with other keys."""
+        """Return a copy with its own cache, for tables at another step or, if given, with other
+        `rounding_keys`."""
         return KernelArguments(self._optimizers, rounding_keys or self._rounding_keys,
                                self._is_rounded)
 

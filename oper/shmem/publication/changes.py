@@ -82,8 +82,12 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """Return the entries of the dense weights that change; raises InvalidInputError if one does not
-    fit or is not finite."""
+    """Return the layout's entries for the new weights in `dense`, by key.
+
+    Raises:
+        InvalidInputError: a key is unknown, or a weight has another shape or type than its entry or
+            is not finite.
+    """
     what = "cannot change published weights"
     entries = [e for e in layout.dense if e.key in dense]
     unknown = sorted(set(dense) - {e.key for e in entries})

@@ -58,7 +58,7 @@ class Counterparts:
         return self._begin(self._transport, data, sizes)()
 
     def begin(self, data: list[torch.Tensor], sizes: list[int]) -> Received:
-        """Begin an `exchange` that continues in the background if there is one; otherwise complete
+        """Begin an `exchange` on the groups' background thread or, without such a thread, complete
         it. Returns a function that waits for it, raises its error, and returns its result."""
         call = self._begin(self._behind, data, sizes)
         if self._groups.background is not None:

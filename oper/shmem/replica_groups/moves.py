@@ -20,11 +20,12 @@ def begin_move(tables: Any, plan: Plan, bytes_per_step: int | None, make: Callab
 
     Args:
         tables: this group's tables.
-        plan, bytes_per_step: as for `ShardedTables.start_migration`.
+        plan: as for `ShardedTables.start_migration`.
+        bytes_per_step: must be None; replica groups move all rows at once.
         make: begins the move of this group, collectively, and returns it.
 
     Raises:
-        InvalidInputError: `bytes_per_step` is given, or ranks pass different arguments.
+        InvalidInputError: `bytes_per_step` is not None, or ranks pass different arguments.
         OperError: another group cannot move; also the errors of `make`.
     """
     what, groups = "cannot move tables to another plan", tables.replicas.groups

@@ -161,11 +161,13 @@ class Synchronizer:
         raise InvalidInputError(what, "replica groups", self.groups.count, "one", todo)
 
     def changed_rows(self) -> ChangedRows:
-        """Return a tracker of the rows that differ between two synchronizations. Not collective."""
+        """Return a tracker of this rank's rows that change from one synchronization to the next.
+        Not collective."""
         return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self.tables)
 
     def share(self, slots: np.ndarray) -> np.ndarray:
-        """Return this rank's part of `slots`, which counterparts divide to save. Not collective."""
+        """Return the part of `slots` that this rank saves; its counterparts save the others. Not
+        collective."""
         group, count = self.groups.counterparts.rank, self.groups.count
         return slots[slots.size * group // count:slots.size * (group + 1) // count]
 

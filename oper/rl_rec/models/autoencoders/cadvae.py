@@ -234,14 +234,16 @@ class CaDVAE(Recommender):
         return acyclic_support(self.adjacency.detach(), self.config.threshold)
 
     def labels(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Compute u, float32 [B, K], from items [L] and lengths [B]; None without labels."""
+        """Compute the labels u, float32 [B, K], from the users' items, int64 [L], and numbers of
+        items, int64 [B]; None if the model has no labels."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
         counts = log_counts(tags(self.shares), items, lengths)
         return (without(self.activity, counts) - self.label_mean) / self.label_std
 
     def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return c of items int64 [n], float32 [n, K]; learned c requires their rows [n, d]."""
+        """Return the shares c of concepts in items, int64 [n], as float32 [n, K]. Learned shares
+        are computed from `rows` [n, d], the items' embeddings; given ones do not need them."""
         if self.shares is not None:
             return self.shares[items]
         assert self.prototypes is not None and rows is not None
