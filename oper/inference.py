@@ -30,6 +30,7 @@ from oper.integration.targets import (
 from oper.plan import Plan, uniform_plan
 from oper.shmem.counters.phases import Span
 from oper.shmem.memory.numa import find_nodes
+from oper.shmem.optim.optimizers import check_supported
 from oper.shmem.publication.changes import ChangedElements, Changes
 from oper.shmem.publication.publisher import Prepared, Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
@@ -172,6 +173,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
 
     Raises:
         InvalidInputError: the model has nothing to publish, or weights or arguments do not fit.
+        PlanError: a table has more than 1024 columns, or `plan` does not fit the tables.
         OperError: memory does not suffice, or a running publisher has the name.
 
     Example:
@@ -191,6 +193,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         targets = _named_targets(model)
     keys = {n: key for t in targets for n, key in t.keys().items()}
     held = {s.name: s for t in targets for s in t.specs}
+    check_supported(list(held.values()), None, "publish")
     # On the meta device the model still has names and shapes.
     dense = _dense_of(model, targets)
     if error_budget is None:

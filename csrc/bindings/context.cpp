@@ -69,6 +69,7 @@ void fill_tables(Context& context, const Description& d) {
   for (int64_t t = 0; t < T; ++t) {
     const int64_t* x = d.table(t);
     Table& table = context.tables[t];
+    STD_TORCH_CHECK(x[kDim] >= 1 && x[kDim] <= 1024, "internal: a row of more than 1024 columns");
     table.dim = static_cast<int32_t>(x[kDim]);
     table.mean = static_cast<int32_t>(x[kMean]);
     table.row_type = static_cast<RowType>(x[kRowType]);

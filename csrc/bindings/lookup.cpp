@@ -319,9 +319,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
   const auto context = context_of(handle);
   PhaseClock clock(*context);
+  const auto has_dim = [&](const Table& t) { return t.row_columns == dim; };
   STD_TORCH_CHECK(!context->exchange && !context->peer_rows && !context->has_push &&
                       dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
-                      dim > 0 && context->output_columns % dim == 0,
+                      dim > 0 && context->output_columns <= key_of.numel() * dim &&
+                      std::all_of(context->tables.begin(), context->tables.end(), has_dim),
                   "internal: a fused interaction needs tables of one memory domain without pushed "
                   "tiers, and contiguous float32 dense rows with as many columns as each feature");
   Tensor user_of = nothing(), users = nothing();

@@ -29,8 +29,9 @@ RowClass class_of(RowType type, int32_t dim) {
 }  // namespace
 
 void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // the next launch would report it again
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 DeviceMemory::~DeviceMemory() {
@@ -266,12 +267,20 @@ Context::Context(const Description& description, const Shared& shared, int64_t d
   Builder(*this, description, shared).build();
 }
 
+ErrorWord Context::error() const {
+  for (const ErrorWord* word : {&words_->error, &words_->peers})
+    // The code is read first, since kernels write it last.
+    if (__atomic_load_n(&word->code, __ATOMIC_ACQUIRE) != 0) return *word;
+  return {};
+}
+
 void Context::forget_error(cudaStream_t stream) {
   for (const ErrorSink& sink : {view.error, view.peers}) {
     if (sink.word->code == 0 || sink.word->code == 2) continue;
-    check(cudaMemsetAsync(sink.claimed, 0, sizeof(int), stream), "cannot forget an error");
-    // Kernels that still run on the stream do not write the word, since they find it claimed.
+    // Kernels write the word only if they find it unclaimed. It is claimed until it is cleared:
+    // otherwise an error that is reported in between, by another stream, would be cleared as well.
     *sink.word = {};
+    check(cudaMemsetAsync(sink.claimed, 0, sizeof(int), stream), "cannot forget an error");
   }
 }
 

@@ -86,7 +86,7 @@ struct Context {
   char* shadow_headers;
   RemoteMasters* remote_masters;
 
-  ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
+  ErrorWord error() const;
   // Clears the error of a batch, so that errors of later batches are reported; not that of a lost
   // peer.
   void forget_error(cudaStream_t stream);

@@ -22,7 +22,7 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
 
 import oper
-from oper.errors import FileFormatError, InvalidInputError, OperError
+from oper.errors import FileFormatError, InvalidInputError, OperError, PlanError
 from oper.integration import fused_interaction
 from oper.integration.checkpoint.weights import Weights
 from oper.shmem.library import load
@@ -295,6 +295,8 @@ def test_invalid_weights_and_publications_are_refused(served, name: str, batch, 
         oper.publish(model(), name)
     with pytest.raises(InvalidInputError, match="another model"):
         oper.attach(nn.EmbeddingBag(3, 4, mode="sum"), name)
+    with pytest.raises(PlanError, match=r"publish table .*dim=1040, expected <= 1024"):
+        oper.publish(nn.EmbeddingBag(3, 1040, mode="sum"), f"{name}-2")
     with pytest.raises(InvalidInputError, match="tables"):
         oper.publish(model(), f"{name}-2", row_dtype={"nowhere": "int8"})
     beyond = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([1, 2, 102]),

@@ -18,6 +18,7 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.rows.directory import TableDirectory
 from oper.shmem.batch import Lookup, SharedBags
 from oper.shmem.group.groups import Group, ProcessGroup, SingleGroup, ThreadGroup
 from oper.shmem.keys.directories import Keys
@@ -26,7 +27,7 @@ from oper.shmem.memory import host_heap as heap_module
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import in_parts
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
-from oper.shmem.placement.send_buffer import needed_bytes
+from oper.shmem.placement.send_buffer import needed_bytes, reserved_bytes
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -315,6 +316,14 @@ def test_batches_of_all_rows_fit_the_computed_size(monkeypatch: pytest.MonkeyPat
         assert (tables.read(specs[-1].name) != 0).all()
 
     run_ranks(world_size, body)
+
+
+def test_the_smallest_send_buffer_has_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write them before they notice that the rows do not fit."""
+    monkeypatch.setenv("OPER_SEND_BUFFER_BYTES", "64")
+    specs = [TableSpec(f"t{k}", 5000, 8, (f"f{k}",), "sum") for k in range(46)]
+    directories = [TableDirectory(t, 8) for t in uniform_plan(specs, 8).tables]
+    assert reserved_bytes(directories, True) >= 2 * (64 + 46 * (64 + 40 * 8))
 
 
 def test_a_smaller_send_buffer_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,16 @@ def differences(rank: int, world_size: int) -> tuple[list[str], str]:
     return wrong, digest.hexdigest()
 
 
+def test_tables_of_several_dims_have_no_interaction() -> None:
+    specs = [TableSpec(n, 50, dim, (n,), "sum", "float32", "none")
+             for n, dim in (("a", 32), ("b", 96))]
+    rows = {s.name: torch.zeros(50, s.dim) for s in specs}
+    with published(uniform_plan(specs, 1, "owned"), rows) as (_, (reader,)), reader.pinned():
+        tables = PublishedTables(reader, reader.epoch & 1, [(s.name, s.name) for s in specs])
+        with pytest.raises(InvalidInputError, match=r"dims of the tables=\[32, 96\], expected one"):
+            tables.lookup_interaction(batch_of(2, 4), torch.zeros(4, 32))
+
+
 def test_products_equal_the_definition_on_every_processor() -> None:
     wrong, digest = differences(0, 1)
     assert wrong == []

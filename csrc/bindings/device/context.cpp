@@ -53,9 +53,20 @@ void Prepared::use_on(cudaStream_t stream) {
 
 Prepared::~Prepared() {
   if (ready == nullptr) return;
-  // Their memory goes back to the stream `made_on`, whose later work may reuse it.
-  if (used_on != nullptr && cudaEventRecord(ready, used_on) == cudaSuccess)
-    cudaStreamWaitEvent(made_on, ready, 0);
+  // Their memory goes back to the stream `made_on`, whose later work may reuse it. Errors are not
+  // thrown, since this may be the end of the process, and not left for the next launch to report.
+  if (used_on) {
+    int before = -1;
+#if !defined(OPER_EMULATED)
+    // A default stream is that of the current device.
+    if (cudaGetDevice(&before) == cudaSuccess) cudaSetDevice(bounds.get_device_index());
+#endif
+    if (cudaEventRecord(ready, *used_on) == cudaSuccess)
+      cudaStreamWaitEvent(made_on, ready, 0);
+    else
+      static_cast<void>(cudaGetLastError());
+    if (before >= 0) cudaSetDevice(before);
+  }
   cudaEventDestroy(ready);
 }
 

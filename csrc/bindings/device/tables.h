@@ -72,7 +72,8 @@ struct Prepared {
   bool by_pair;               // whether any rows are staged
   bool is_planned = false;    // whether the plan has been launched
   bool is_swapped = false;    // see SortedPairs
-  cudaStream_t made_on = nullptr, used_on = nullptr;
+  cudaStream_t made_on = nullptr;
+  std::optional<cudaStream_t> used_on;  // torch's default stream is a null pointer, too
   cudaEvent_t ready = nullptr;  // recorded by `lookup_resolve`: other streams wait for it
 
   Prepared() = default;

@@ -215,11 +215,12 @@ def is_fp32(value: Any) -> bool:
     return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
 
 
-def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
-                    ) -> None:
-    """Raise PlanError unless the kernels can run these tables with these optimizers."""
+def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None,
+                    verb: str = "shard") -> None:
+    """Raise PlanError unless the kernels can run these tables with these optimizers; `verb` says in
+    the message what cannot be done."""
     for t in tables:
-        what = f"cannot shard table {t.name!r}"
+        what = f"cannot {verb} table {t.name!r}"
         if t.dim > MAX_DIM:
             raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}, the kernels' limit",
                             "divide its columns among several tables, or leave the module out of "

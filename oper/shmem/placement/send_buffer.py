@@ -30,13 +30,17 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
             return None
         if "push" in modes:  # half of the send buffer is then for partial sums of owners
             halves = 2
-    size = directories[0].world_size if directories else 1
-    # See header_bytes and take_send_buffer in csrc/host/context.h: the tables of contents, then
-    # arrays that each begin at a multiple of 64 bytes.
-    head = 64 + len(directories) * (64 + 40 * size)
+    head = _header_bytes(directories)
     rows = sum(d.table.num_rows * (4 + 4 * d.dim) + 2 * 64 for d in directories)
     needed = -(-(head + _PAGE + rows) // _PAGE) * _PAGE * halves
     return -(-needed // _HUGE) * _HUGE
+
+
+def _header_bytes(directories: Sequence[TableDirectory]) -> int:
+    """Bytes of the tables of contents, which arrays follow that each begin at a multiple of 64
+    bytes; see header_bytes and take_send_buffer in csrc/host/context.h."""
+    size = directories[0].world_size if directories else 1
+    return 64 + len(directories) * (64 + 40 * size)
 
 
 def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
@@ -44,7 +48,7 @@ def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
     """Return the address space to reserve for a send buffer, in bytes.
 
     This is the minimum of `needed_bytes` and the limit `oper.shmem.settings.send_buffer_bytes`, or
-    one page if the send buffer is not used.
+    one page if the send buffer is not used; but no less than its headers take.
 
     Args:
         directories: one per column piece of each table.
@@ -55,4 +59,7 @@ def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
         return _SMALL
     needed = needed_bytes(directories)
     most = send_buffer_bytes(default)
+    # Kernels write the headers before they notice that the rows do not fit. With pushed rows, they
+    # are in one half of the buffer.
+    most = max(most, -(-2 * (_header_bytes(directories) + _PAGE) // _PAGE) * _PAGE)
     return most if needed is None else min(most, needed)

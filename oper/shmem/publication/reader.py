@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import FileFormatError, InvalidInputError, OperError
+from oper.errors import FileFormatError, InvalidInputError, OperError, require
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
     Lookup,
@@ -66,7 +66,7 @@ class PublishedTables(BufferRows):
         self._reader = reader
         self._buffer = buffer
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
-        self._row_dim = self.specs[self.features[0][1]].dim
+        self._dims = {self.specs[table].dim for _, table in self.features}
         outputs, _ = feature_rows(self.features, self.specs, self.directories, self.pieces)
         self.handle = int(torch.ops.oper.context_create(*context_arguments(
             self.directories, self._layout, self._addresses, self.group.rank, outputs)))
@@ -154,7 +154,9 @@ class PublishedTables(BufferRows):
             raise InvalidInputError("cannot compute the interaction", "shape of inverse_indices",
                                     tuple(batch.shared.samples.shape), "None, a bag per sample",
                                     "use `lookup_shared_interaction` for shared bags")
-        want = (batch.batch_size, self._row_dim)
+        require("cannot compute the interaction", "look up the tables instead",
+                ("dims of the tables", sorted(self._dims), len(self._dims) == 1, "one dim"))
+        want = (batch.batch_size, *self._dims)
         if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
             raise InvalidInputError("cannot compute the interaction", "dense, pooled",
                                     (dense.dtype, tuple(dense.shape), batch.pooled),
