@@ -330,6 +330,23 @@ def test_a_forked_child_is_neither_reader_nor_publisher(publisher: Publisher, re
     assert publisher.readers() == [os.getpid()]
 
 
+def test_a_child_that_is_forked_inside_a_block_leaves_its_pin(publisher: Publisher, reader: Reader
+                                                              ) -> None:
+    def leave() -> None:
+        with pytest.raises(OperError), reader.pinned():
+            pass
+        pin.__exit__(None, None, None)
+
+    pin = reader.pinned()
+    pin.__enter__()
+    assert child_of(leave) == 0
+    publisher.publish_rows(constant(2), dense(2))
+    with pytest.raises(DeadlineError):  # it would overwrite what this process may still read
+        publisher.publish_rows(constant(3), dense(3), 0.2)
+    pin.__exit__(None, None, None)
+    assert publisher.publish_rows(constant(3), dense(3)) == 3
+
+
 def test_a_bad_handshake_leaves_no_descriptor() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

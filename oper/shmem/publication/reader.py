@@ -320,18 +320,18 @@ class Reader:
     def pinned(self) -> Iterator[int]:
         """Pin the current epoch for this thread inside the block; yields the epoch. Nested blocks
         use the epoch of the outer one."""
+        self._check_open()
         epoch = getattr(self._pins, "epoch", None)
         if epoch is not None:
             yield epoch
             return
-        self._check_open()
         epoch = self._pin()
         self._pins.epoch = epoch
         try:
             yield epoch
         finally:
             self._pins.epoch = None
-            if self._mapped:
+            if self._mapped and self._owner == os.getpid():  # a child forked inside has no pin
                 torch.ops.oper.publication_unpin(self._control, self._slot, epoch)
 
     def _pin(self) -> int:
