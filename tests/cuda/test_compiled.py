@@ -13,7 +13,7 @@ import pytest
 
 from tests.cuda.compiler import ARCHS, ROOT, checked_library, lookup_kernels, shipped_library
 
-pytestmark = pytest.mark.timeout(1500)  # the first tests compile all kernels for all architectures
+pytestmark = pytest.mark.timeout(3600)  # the first tests compile all kernels for all architectures
 
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
 HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
