@@ -135,8 +135,7 @@ class TableProblem:
         return np.stack([np.interp(position, self.edges, c) for c in self.cumulative])
 
     def features(self, start: int, stop: int, ordered: bool) -> np.ndarray:
-        """Features (see the module's description) of the rows at positions `[start, stop)`,
-        summed; float64 [4].
+        """Sum of the features, see above, of the rows at positions `[start, stop)`; float64 [4].
 
         `ordered` states whether positions are those in the hotness order; else they are ids.
         """
