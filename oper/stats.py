@@ -16,7 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, differing_names, require
 from oper.ranges import Positive, Share, rules_of
-from oper.support.counts import hotness_order as hotness_order
+from oper.support.counts import count_levels, hotness_order as hotness_order
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -222,9 +222,7 @@ class TableStats:
     def count_histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct access counts (int64 [K], descending) and the number of rows with
         each (int64 [K])."""
-        values, rows = np.unique(self.head_counts, return_counts=True)
-        values = np.concatenate([values, self.tail_values])
-        rows = np.concatenate([rows.astype(np.int64), self.tail_num_rows])
+        values, rows = count_levels(self.head_counts, self.tail_values, self.tail_num_rows)
         unique, inverse = np.unique(values, return_inverse=True)
         merged = np.bincount(inverse, rows, minlength=unique.size).astype(np.int64)
         return unique[::-1].copy(), merged[::-1].copy()

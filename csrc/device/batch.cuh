@@ -24,14 +24,18 @@ OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
   }
 }
 
-// Stores an error unless one is stored already. The host reads it in the next call.
-OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
-  if (atomicCAS(error.claimed, 0, 1) != 0) return;
+// Writes an error for the host, whose word the caller has claimed; the code last, which it reads first.
+OPER_DEVICE void store_error(const ErrorSink& error, int code, int rank, int64_t detail) {
   volatile ErrorWord* word = error.word;
   word->rank = rank;
   word->detail = detail;
   __threadfence_system();
   word->code = code;
+}
+
+// Stores an error unless one is stored already. The host reads it in the next call.
+OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
+  if (atomicCAS(error.claimed, 0, 1) == 0) store_error(error, code, rank, detail);
 }
 
 // Largest k in [low, high) with holds(k), which must be true for `low` and for all up to the

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from oper.analysis.presence import Lookups
 from oper.data.generate.generator import TableModel, bag_lengths
-from oper.data.generate.popularity import Popularity, levels
+from oper.data.generate.popularity import Popularity
 from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import MessageBits
 from oper.plan import Plan
@@ -29,6 +29,7 @@ from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.search.replay.timeline import Schedule, Timeline, run
 from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
+from oper.support.counts import count_levels
 from oper.support.flags import number, whole
 from oper.support.text import aligned
 from oper.tables import TableSpec, format_bytes
@@ -241,7 +242,7 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 def _model(name: str, stats: TableStats) -> TableModel:
     """A model of a table's lookups with the counted frequencies; rows that were never looked up are
     never drawn."""
-    counts, rows = levels(stats)
+    counts, rows = count_levels(stats.head_counts, stats.tail_values, stats.tail_num_rows)
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
     return TableModel(name, Popularity.of(rows, weights, sort=False), bag_lengths(stats), 0.0,
                       stats.head_ids)

@@ -41,13 +41,7 @@ __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t ra
   while (static_cast<int32_t>(load_acquire_system(pads[rank] + peer) - turn) < 0) {
     if (static_cast<int64_t>(nanoseconds() - begin) > deadline_ns) {
       // Replaces the error of a batch, which is forgotten before the next batch.
-      if (atomicExch(error.claimed, kLost) != kLost) {
-        volatile ErrorWord* word = error.word;
-        word->rank = peer;
-        word->detail = turn;
-        __threadfence_system();
-        word->code = 2;
-      }
+      if (atomicExch(error.claimed, kLost) != kLost) store_error(error, 2, peer, turn);
       return;
     }
     pause_shortly();

@@ -9,6 +9,7 @@ import numpy as np
 
 from oper.errors import InvalidInputError, require
 from oper.stats import TableStats
+from oper.support.counts import count_levels
 from oper.support.numeric import falling_root
 
 _EXPLICIT = 512      # the hottest ranks of a power law, each of which is its own level
@@ -116,21 +117,13 @@ def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
 
 def from_stats(table: TableStats) -> Popularity:
     """Return the measured popularity; untouched rows share the Good-Turing unseen mass."""
-    values, rows = levels(table)
+    values, rows = count_levels(table.head_counts, table.tail_values, table.tail_num_rows)
     weight = values.astype(np.float64)
     if values.size and values[-1] == 0 and 0 < table.unseen_mass < 1:
         unseen = table.unseen_mass
         weight[:-1] *= (1 - unseen) / max(1.0, float(weight @ rows))
         weight[-1] = min(unseen / rows[-1], weight[:-1].min())
     return Popularity.of(rows, weight if weight.any() else np.ones(rows.size), sort=False)
-
-
-def levels(table: TableStats) -> tuple[np.ndarray, np.ndarray]:
-    """Return access counts and numbers of rows, int64 [K]: of the head, then of all other rows,
-    each descending. Rows outside the head may have more accesses than rows in it."""
-    head, rows = np.unique(table.head_counts, return_counts=True)
-    return (np.concatenate([head[::-1], table.tail_values[::-1]]),
-            np.concatenate([rows[::-1], table.tail_num_rows[::-1]]))
 
 
 def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int

@@ -204,9 +204,9 @@ class DeltaCheckpoints:
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """Return a copy of everything that a delta saves besides rows of tables."""
         with rows_never():
-            state, values = state_of(self._model, self._optimizer), dict(extra or {})
-            check_readable(_WHAT, state | {"extra": values})
-            return copy_state(state, values)
+            state = state_of(self._model, self._optimizer)
+            check_readable(_WHAT, state)
+            return copy_state(state, dict(extra or {}))
 
     def take_memory(self) -> torch.Tensor:
         """Return a buffer for a part, uint8 [part_bytes], reusing that of a written part."""
