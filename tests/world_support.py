@@ -199,10 +199,18 @@ def segments() -> list[list[str]]:
             if "memfd:oper" in line]
 
 
+def open_descriptors() -> list[str]:
+    """Return what each open descriptor of this process refers to, e.g. "socket:[4711]"."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, by this or another thread
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names
+
+
 def descriptors() -> list[str]:
     """Return the names of this process's descriptors of shared segments and of other processes."""
-    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
-    return [link for link in links if "memfd:oper" in link or "pidfd" in link]
+    return [name for name in open_descriptors() if "memfd:oper" in name or "pidfd" in name]
 
 
 def held_segments() -> int:

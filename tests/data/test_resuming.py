@@ -31,6 +31,7 @@ from oper.support.locks import exclusive
 from tests import forked
 from tests.data.loader_support import digest, interrupted
 from tests.support import counts_by, wait_for
+from tests.world_support import open_descriptors
 
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
@@ -302,9 +303,7 @@ def test_work_files_are_removed_as_units_are_written_and_large_logs_bypass_the_p
     assert max(start + count for start, count in passed[log]) > size - 1000
     parts = [p for p in passed if p.endswith(".parquet")]
     assert len(parts) == len(list((tmp_path / "out").glob("*/part-*.parquet")))
-    assert not [f for f in os.listdir("/proc/self/fd")
-                if os.path.exists(f"/proc/self/fd/{f}")
-                and os.readlink(f"/proc/self/fd/{f}").startswith(str(tmp_path))]
+    assert not [name for name in open_descriptors() if name.startswith(str(tmp_path))]
 
 
 def test_only_logs_beyond_a_share_of_the_memory_are_large(

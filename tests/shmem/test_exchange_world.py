@@ -25,7 +25,7 @@ from oper.shmem.group.transport import transport_of
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import random_plans as rp, runtime_support as rs
-from tests.world_support import child_of, fork, run_world, world
+from tests.world_support import child_of, fork, open_descriptors, run_world, world
 
 
 def _train(rank: int, world_size: int, case: rs.Case, plan: Plan, steps: list[list[rs.Batch]],
@@ -119,13 +119,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
 def _held() -> tuple[int, int]:
     """Numbers of sockets and of monitor threads of this process."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except OSError:  # that of listdir itself
-            continue
-    return found, sum(t.name == "oper-liveness" for t in threading.enumerate())
+    sockets = sum(name.startswith("socket:") for name in open_descriptors())
+    return sockets, sum(t.name == "oper-liveness" for t in threading.enumerate())
 
 
 def _sharded(process_group: Any = None) -> Any:
