@@ -111,7 +111,13 @@ NIGHTLY = (
             "test_two_processes_measure_and_verify has a DLRM; integration/test_dense_parts.py and "
             "train/test_train.py have cross networks"),
     Nightly("tests/bench/test_bench_lookup.py::test_ranks_that_share_no_memory",
-            "test_two_processes_measure_and_verify; test_bench_cluster.py"),
+            "test_two_processes_measure_and_verify; tests/shmem/test_traffic.py"),
+    Nightly("tests/bench/test_bench_cluster.py::test_two_hosts_measure_and_verify",
+            "test_bench_lookup.py::test_two_processes_measure_and_verify; "
+            "test_no_namespace_is_left; tests/shmem/test_traffic.py"),
+    Nightly("tests/bench/test_bench_plan.py::test_torchrec_is_a_peer",
+            "tests/integration/test_torchrec_plans.py reads TorchRec's plans; "
+            "test_a_planner_that_dies_counts_as_one_without_plans"),
     Nightly("tests/bench/test_bench_recommenders.py::test_protocols_of_published_tables",
             "test_a_record_has_several_protocols_and_the_graph"),
     Nightly("tests/bench/test_bench_serve.py::test_http_is_compared_with_scoring_in_process",
@@ -308,6 +314,8 @@ SAMPLED = {
     "tests/shmem/test_exchange.py::test_lookups_without_gradients_sequences_and_weight_gradients":
     2,
     "tests/shmem/test_exchange.py::test_placements": 2,
+    "tests/shmem/test_keys.py::test_more_ids_than_one_part_of_a_batch": 3,
+    "tests/shmem/test_micro_batches.py::test_equals_whole_batches": 2,
     "tests/shmem/test_replica_groups.py::test_gradients_of_all_groups_equal_the_unsharded_run": 3,
     "tests/shmem/test_replica_groups.py::test_rows_are_averaged": 2,
     "tests/shmem/test_shared_bags.py::test_rows_and_updates_equal_those_of_copied_bags": 2,

@@ -1,6 +1,7 @@
 """The rules on imports, sizes and start-up time, checked on every module of the package."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -73,6 +74,9 @@ MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
 
 
+parsed = functools.cache(ast.parse)
+
+
 def package_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] == ["rl_rec", "models"]:
@@ -98,7 +102,7 @@ def imported(module: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name != "oper")
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "oper":
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "oper":
             yield from public_face(node.attr)
         elif isinstance(node, ast.ImportFrom):
             base = imported_from(module, node)
@@ -107,8 +111,8 @@ def imported(module: str, tree: ast.AST) -> Iterator[str]:
                     yield from public_face(alias.name)
             else:
                 yield base
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-                ("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and {"import_module", "__import__"} & {
+                getattr(node.func, "attr", ""), getattr(node.func, "id", "")}:
             yield from (a.value for a in node.args[:1]
                         if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
@@ -118,7 +122,7 @@ def violations(module: str, source: str) -> list[str]:
     if package == "oper":  # the lazy face refers to everything for type checkers
         return []
     found = []
-    for name in imported(module, ast.parse(source)):
+    for name in imported(module, parsed(source)):
         top = name.split(".")[0]
         if top == "oper":
             target = package_of(name)
@@ -177,8 +181,8 @@ def internal_imports(module: str, source: str) -> set[str]:
 
     The package's own lazy face is left out, since it refers to everything and is loaded before all.
     """
-    found = set(imported(module, ast.parse(source)))
-    for node in ast.walk(ast.parse(source)):
+    found = set(imported(module, parsed(source)))
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom):
             base = imported_from(module, node)
             # `from package import module` imports the module; its package does not count.
@@ -233,7 +237,7 @@ def test_folders_stay_small() -> None:
 def test_signatures_stay_small() -> None:
     counts = {}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 a = node.args
                 names = [x.arg for x in a.posonlyargs + a.args + a.kwonlyargs]

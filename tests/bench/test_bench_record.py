@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import oper
 from oper.bench import verbs
 from oper.bench.core import record
 from oper.bench.core.child import Child
@@ -18,7 +19,7 @@ from oper.bench.core.workload import Workload, batch_ids, collect_stats
 from oper.bench.tables.verify import Verdict
 from oper.errors import InvalidInputError, OperError
 from tests.bench import helpers
-from tests.support import run_command
+from tests.support import ROOT, run_command
 
 
 def test_interleave_gives_every_contender_the_same_calls_in_turns() -> None:
@@ -64,6 +65,11 @@ def test_record_has_the_agreed_keys(tmp_path) -> None:
     assert list(value) == ["benchmark", "command", "versions", "machine", "cases"]
     assert value["command"] == "oper bench train" and value["machine"]["load_before"] == 0.5
     assert value["machine"]["cores"] >= 1 and value["versions"]["torch"]
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"],
+                            capture_output=True, text=True).stdout.strip()
+    is_checkout = commit and (ROOT / ".git").exists()
+    version = f"{oper.__version__}+g{commit}" if is_checkout else oper.__version__
+    assert value["versions"]["oper"].removesuffix(".dirty") == version
     record.write(tmp_path / "r.json", value)
     assert json.loads((tmp_path / "r.json").read_text()) == value
 
