@@ -129,9 +129,14 @@ const Kernels& kernels() {
 #if defined(__x86_64__)
   static const Kernels& chosen = [&]() -> const Kernels& {
     const char* wanted = std::getenv("OPER_CPU_KERNELS");
-    const bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-    const bool has2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    // All that the kernels are compiled for, see their `target`: a virtual machine may hide any.
+    const bool has2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+                      __builtin_cpu_supports("lzcnt");
+    const bool has512 = has2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bw");
     if (wanted != nullptr && std::strcmp(wanted, "generic") == 0) return kKernelsGeneric;
     if (wanted != nullptr && std::strcmp(wanted, "avx2") == 0 && has2) return kKernelsAvx2;
     return has512 ? kKernelsAvx512 : has2 ? kKernelsAvx2 : kKernelsGeneric;

@@ -121,6 +121,26 @@ def test_slow_ranks_change_no_bit(kind: str) -> None:
         rs.assert_bitwise(rs.run_ranks(3, lambda group, s=seed: body(group, s)), want, "slow ranks")
 
 
+def test_sums_of_negative_zeros_are_negative_however_rows_are_exchanged() -> None:
+    case = rs.dlrm_case()
+    (batches,) = rs.make_steps(case, 2, 1, seed=3)
+
+    def body(group, plan: Plan) -> torch.Tensor:
+        tables = rs.open_tables(case, plan, group, None)
+        tables.barrier()
+        for t in case.tables:
+            tables.write(t.name, torch.full((t.num_rows, t.dim), -0.0))
+        tables.flush_replicas()
+        tables.barrier()
+        return tables.lookup(batches[group.rank].lookup(case))
+
+    want = rs.run_ranks(2, lambda group: body(group, uniform_plan(case.tables, 2, "striped")))
+    assert any(torch.signbit(out).any() for out in want)
+    for plan in (pushed(uniform_plan(case.tables, 2, "striped")),
+                 rp.rich_plan(case.tables, 2, 5, columns=True)):
+        rs.assert_bitwise(rs.run_ranks(2, lambda group, p=plan: body(group, p)), want, "signs")
+
+
 def test_kernel_variants_are_bitwise_equal() -> None:
     """All instruction sets give equal bits, for all widths, with weights and with 16-bit rows."""
     plain = rs.dlrm_case()

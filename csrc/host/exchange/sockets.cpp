@@ -165,8 +165,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
     if (!is_first) {
       const int64_t left = (deadline - now_ns()) / 1'000'000;
       const int n = poll(waits.data(), waits.size(), static_cast<int>(std::max<int64_t>(0, left)));
-      if (n <= 0 && now_ns() >= deadline) return Result::kWaits;
-      if (n <= 0) continue;  // interrupted by a signal
+      if (now_ns() >= deadline) return Result::kWaits;  // also if data keeps arriving
+      if (n <= 0) continue;                             // interrupted by a signal
     }
     for (size_t k = 0; k < waits.size(); ++k) {
       if (waits[k].revents == 0) continue;

@@ -163,6 +163,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
       const int64_t first = bags.bounds[b], n = bags.bounds[b + 1] - first;
       Row<N> sum;
       sum.zero(dim);
+      sum.start_if(n > 0, dim);  // so that the sum begins with the first row, as if it were pulled
       if (!table.all_pushed) {
         const int64_t* rows = pulled_rows(table, bags, batch, first, n, scratch);
         for (int64_t i = 0; i < n; ++i) {
