@@ -229,9 +229,11 @@ def metrics() -> str:
              "`GET /metrics` of `oper serve` answers in Prometheus' format, for all workers "
              "together. Percentiles are computed by Prometheus: "
              "`histogram_quantile(0.99, rate(oper_request_seconds_bucket[1m]))`. Gauges are "
-             "refreshed twice a second.", "", "| metric | kind | meaning |", "|---|---|---|"]
-    lines += [f"| `{metric.family}` | {metric.kind} | {_cell(metric.about)} |"
-              for metric in (*WORKERS, *(metric for metric, _, _ in SUPERVISOR))]
+             "refreshed twice a second.", "", "| metric | kind | label | meaning |",
+             "|---|---|---|---|"]
+    for metric in (*WORKERS, *(metric for metric, _, _ in SUPERVISOR)):
+        label = f"{metric.label}: {', '.join(metric.values)}".strip(": ")
+        lines.append(f"| `{metric.family}` | {metric.kind} | {label} | {_cell(metric.about)} |")
     return "\n".join(lines) + "\n"
 
 
