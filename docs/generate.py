@@ -169,7 +169,8 @@ def configuration() -> str:
     from oper.train.config import DLRMConfig, TrainConfig
 
     lines = ["# Training configuration", "",
-             "The keys of `oper train CONFIG`, a TOML file; `--set KEY=VALUE` takes the same keys. "
+             "The keys of `oper train CONFIG`, a TOML file; `--set KEY=VALUE` takes the same keys, "
+             "and lists separated by commas (`--set model.dense_layers=128,64`). "
              "The file overrides the defaults, and the command line the file. Paths in a file are "
              "relative to its folder. `examples/train.toml` is a commented example."]
     lines += _keys(TrainConfig, "")
