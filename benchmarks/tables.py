@@ -180,8 +180,8 @@ def _front_training() -> list[list[str]]:
         [c[key] for c in cases_of(record).values() if key in c] for record, key in (
             ("lookup", "ratio_update"), ("serve", "ratio_forward"), ("serve", "ratio_unsharded")))
     return [
-        ["training steps (forward, backward, update), 1 and 20 ids per bag, two processes with a "
-         "thread each",
+        ["training steps (forward, backward, update), 1 and 20 ids per bag of a power law of "
+         "exponent 1.05, two processes with a thread each",
          f"26 tables alone, compared with the faster of two TorchRec plans: steps {amd['step']} "
          f"times as fast on an AMD machine, {intel['step']} times on an Intel one; forward passes "
          f"{amd['forward']}, and {intel['forward']} times. A whole DLRM, whose dense layers take "

@@ -169,7 +169,8 @@ def configuration() -> str:
     from oper.train.config import DLRMConfig, TrainConfig
 
     lines = ["# Training configuration", "",
-             "The keys of `oper train CONFIG`, a TOML file; `--set KEY=VALUE` takes the same keys. "
+             "The keys of `oper train CONFIG`, a TOML file; `--set KEY=VALUE` takes the same keys, "
+             "and lists separated by commas (`--set model.dense_layers=128,64`). "
              "The file overrides the defaults, and the command line the file. Paths in a file are "
              "relative to its folder. `examples/train.toml` is a commented example."]
     lines += _keys(TrainConfig, "")
@@ -229,9 +230,11 @@ def metrics() -> str:
              "`GET /metrics` of `oper serve` answers in Prometheus' format, for all workers "
              "together. Percentiles are computed by Prometheus: "
              "`histogram_quantile(0.99, rate(oper_request_seconds_bucket[1m]))`. Gauges are "
-             "refreshed twice a second.", "", "| metric | kind | meaning |", "|---|---|---|"]
-    lines += [f"| `{metric.family}` | {metric.kind} | {_cell(metric.about)} |"
-              for metric in (*WORKERS, *(metric for metric, _, _ in SUPERVISOR))]
+             "refreshed twice a second.", "", "| metric | kind | label | meaning |",
+             "|---|---|---|---|"]
+    for metric in (*WORKERS, *(metric for metric, _, _ in SUPERVISOR)):
+        label = f"{metric.label}: {', '.join(metric.values)}".strip(": ")
+        lines.append(f"| `{metric.family}` | {metric.kind} | {label} | {_cell(metric.about)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -153,8 +153,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
             running publisher of this user.
         weights: initial weights, see `Publication.publish`; by default the model's own. If given,
             the model may be on the meta device.
-        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (FBGEMM's row-wise
-            quantisation), one for all tables or by table name; by default the model's.
+        row_dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"`` (FBGEMM's
+            row-wise quantisation), one for all tables or by table name; by default the model's.
         stats: access statistics, used on hosts with several NUMA nodes: the hottest rows get a copy
             on every node, as memory permits, and the other rows are placed by bandwidth. A host
             with one node has one copy of every row.

@@ -70,6 +70,7 @@ def shard(
         module: the model, or a collection itself.
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
             plan is made from table sizes, with one warning. For a dynamic table they count keys.
+            Rank 0 makes the plan; the statistics of other ranks are not used.
         plan: a plan or plan file to execute; by default a plan is made.
         topology: the machine, its TOML file, or the name of a preset (``oper plan --topology``); by
             default the group's ranks on hosts like this one.
@@ -89,8 +90,8 @@ def shard(
             error) or ``"skip"`` (the sample's gradient becomes zero, with a warning). Error and
             warning name the table and the update; see `oper.shmem.optim.guard.GradientGuard`.
         row_dtype: for inference, the storage type of rows, one for all tables or by table name:
-            ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
-            row-wise quantisation); by default the model's.
+            ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"`` (the last two in
+            FBGEMM's row-wise quantisation); by default the model's.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16), 8 or 4,
             or a pair (answers to lookups, gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`. By default the plan's, or 32 without a plan.

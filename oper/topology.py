@@ -1,31 +1,8 @@
 """The machine that a plan is made for: memory domains, ranks, links and cost constants.
 
 A memory domain is a set of ranks that share one memory and its bandwidth: one GPU, or one NUMA node
-with several processes. Ranks are numbered consecutively, domain by domain. The TOML file format::
-
-    name = "h100-8"
-    source = "published"            # measured | published | assumed
-    hosts_share_links = false       # true: a host has one link, of the sum of its ranks' cross_gbps
-
-    [[domain]]
-    copies = 8                      # number of equal domains; default 1
-    per_host = 8                    # domains per host; default: all copies on one host
-    ranks = 1                       # ranks per domain; default 1
-    host = 0                        # number of the first host; default 0
-    memory_bytes = "80GB"           # per domain
-    read_gbps = 2400                # GB/s of random row reads, shared by the domain's ranks
-    cache_gbps = 5500               # GB/s while the working set fits cache_bytes; default read_gbps
-    cache_bytes = "50MB"            # default 0
-    link_gbps = 360                 # GB/s to other domains of the host, per rank and direction;
-                                    # default read_gbps
-    cross_gbps = 45                 # GB/s to other hosts, per rank and direction; default link_gbps
-
-    [[rack]]                        # optional: without racks all hosts are connected equally
-    hosts = [0]
-    uplink_gbps = 100               # GB/s between the rack's hosts and other racks, per direction
-
-    [costs]                         # fields of `Costs`
-    phase_us = 10.0
+with several processes. Ranks are numbered consecutively, domain by domain. docs/reference/files.md
+describes the TOML file format.
 """
 
 from __future__ import annotations
@@ -346,7 +323,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class _DomainEntry:
-    """A ``[[domain]]`` entry of a topology file, see the module."""
+    """A ``[[domain]]`` entry of a topology file."""
 
     memory_bytes: Bytes
     read_gbps: Gbps
@@ -375,7 +352,7 @@ class _DomainEntry:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A topology file, see the module."""
+    """A topology file."""
 
     name: str
     domain: tuple[_DomainEntry, ...]

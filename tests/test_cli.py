@@ -380,6 +380,13 @@ def test_doctor_names_a_missing_package(
         "no_such_extra is not installed (needed for dreams); pip install dreams"]
 
 
+def test_doctor_names_what_torchrec_needs_without_its_dependencies() -> None:
+    text = (ROOT / "requirements" / "common.txt").read_text()
+    _, _, block = text.partition("what torchrec imports")
+    needed = re.findall(r"^([\w-]+)==", block.split("\n\n")[0], re.M)
+    assert needed and set(needed) <= set(doctor._OPTIONAL["torchrec"][2].split())
+
+
 def test_doctor_lists_every_variable() -> None:
     names: set[str] = set()
     for path in [*ROOT.glob("oper/**/*.py"), ROOT / "setup.py", ROOT / "tests" / "support.py"]:

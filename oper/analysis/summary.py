@@ -101,7 +101,8 @@ def distance(old: TableStats, new: TableStats) -> float:
         raise InvalidInputError("cannot compare statistics", "num_rows, num_accesses",
                                 [(s.num_rows, s.num_accesses) for s in (old, new)],
                                 "equal numbers of rows, and accesses in both",
-                                "compare statistics of the same table")
+                                "compare statistics of the same table; after 'oper vocabulary "
+                                "extend', count earlier logs with the extended vocabulary, too")
     if old.new_ids.size or new.new_ids.size:
         raise InvalidInputError(
             "cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",

@@ -30,7 +30,8 @@ _REQUIRED = {"torch": "pip install 'torch>=2.11'", "numpy": "pip install numpy",
              "tqdm": "pip install tqdm"}
 _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to get it)
     "torchrec": (("torchrec",), "TorchRec models, oper train",
-                 "make setup, or pip install --no-deps torchrec"),
+                 "make setup, or pip install tensordict torchmetrics pyre-extensions and then "
+                 "pip install --no-deps torchrec"),
     "fbgemm_gpu": (("fbgemm-gpu-cpu", "fbgemm-gpu"), "torchrec",
                    "pip install fbgemm-gpu-cpu (fbgemm-gpu on a GPU machine)"),
     "cvxpy": (("cvxpy",), "tests of the planner", "pip install 'oper[plan]'"),

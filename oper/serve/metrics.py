@@ -83,11 +83,13 @@ class Metric:
             yield f"{self.name}_sum{mark} {float(row[-1])}"
 
 
-_ANSWERED = Metric("oper_requests", "counter", "Requests by outcome.", "outcome",
+_ANSWERED = Metric("oper_requests", "counter", "Requests by outcome; gone = the connection closed "
+                   "before the request was complete.", "outcome",
                    tuple(dict.fromkeys(_OUTCOMES.values())))
 _LATENCY = Metric("oper_request_seconds", "histogram", "Time from a complete request to its "
                   "scores.", buckets=_LATENCY_S)
-_STAGE = Metric("oper_stage_seconds", "histogram", "Time of each consecutive stage of a request.",
+_STAGE = Metric("oper_stage_seconds", "histogram", "Time of each stage of a request: receive "
+                "(first byte to the whole request), decode, wait (for its batch), score, answer.",
                 "stage", STAGES, _LATENCY_S)
 _BATCH_SAMPLES = Metric("oper_batch_samples", "histogram", "Samples scored together.",
                         buckets=_SAMPLES)
@@ -111,12 +113,12 @@ SUPERVISOR = (
     (Metric("oper_workers", "gauge", "Workers that take requests."), "workers", 1.0),
     (Metric("oper_worker_restarts", "counter", "Workers that exited and were replaced."),
      "worker_restarts", 1.0),
-    (Metric("oper_publications", "counter", "New weights published since the start."),
+    (Metric("oper_publications", "counter", "New weights published, deltas included."),
      "publications", 1.0),
     (Metric("oper_failed_publications", "counter", "Weights that could not be published."),
      "failed_publications", 1.0),
-    (Metric("oper_weights_lag_seconds", "gauge", "Time from the training step of the last "
-            "published delta to its use."), "weights_lag_us", 1e-6))
+    (Metric("oper_weights_lag_seconds", "gauge", "Time from the training step of the last delta to "
+            "its rows in service; 0 after a publication of all weights."), "weights_lag_us", 1e-6))
 
 
 class Counts(ctypes.Structure):

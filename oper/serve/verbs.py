@@ -24,12 +24,12 @@ _LIMITS: tuple[tuple[str, Callable[[str], Any], Any, str | None, str], ...] = (
     ("threads", whole(1), 1, "N", "threads of each worker"),
     ("max-batch", whole(1), 1024, "SAMPLES", "maximum samples per scored batch"),
     ("max-wait-ms", number(), 0, "MS",
-     "milliseconds for which a request waits at most for others while the model is idle"),
+     "longest time that a request waits for others while the model is idle, milliseconds"),
     ("max-queued", whole(1), 16_384, "SAMPLES",
      "maximum samples that wait in a worker; further requests get status 503"),
     ("max-bytes", whole(1), 8 << 20, "N", "maximum size of a request, bytes"),
     ("spin-us", number(), 0, "US",
-     "microseconds for which an idle worker polls for requests before it sleeps"),
+     "time for which an idle worker polls for requests before it sleeps, microseconds"),
     ("drain-s", number(), 30, "S", "seconds for requests in flight after SIGTERM"))
 
 
@@ -55,8 +55,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-spare", action="store_true",
                         help="keep the second buffer, for new weights, between publications")
     parser.add_argument("--trace", metavar="FILE", default="",
-                        help="where SIGUSR1 makes the server write a timeline of requests, batches "
-                             "and publications, for ui.perfetto.dev")
+                        help="file to which the server writes a timeline of requests, batches and "
+                             "publications on SIGUSR1, for ui.perfetto.dev")
     parser.add_argument("--trace-s", type=number(above=True), metavar="S",
                         help="length of the timeline in seconds (default 5)")
     parser.add_argument("--watch", action="store_true", help="publish newer weights of the "

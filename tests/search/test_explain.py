@@ -129,6 +129,15 @@ def test_verb_explain_refuses_statistics_of_another_order(tmp_path):
                 run_command(*command, "--stats", tmp_path / f"{name}.npz")
 
 
+def test_verb_explain_asks_for_the_topology_that_a_plan_does_not_state(tmp_path):
+    uniform_plan([TableSpec("t", 3, 4, ("t",))], 2).save(tmp_path / "plan.json")
+    words = ("explain", tmp_path / "plan.json", "--batch-size", 8)
+    with pytest.raises(UsageError, match=r"topology=''.* with --topology"):
+        run_command(*words)
+    with pytest.raises(InvalidInputError, match="no such topology"):
+        run_command(*words, "--topology", tmp_path)
+
+
 def test_verb_plan_json_presets_and_files(stats_file, printed, tmp_path):
     out = tmp_path / "plan.json"
     value = json.loads(printed("plan", stats_file, "--topology", "h100-8", "--objective",

@@ -58,7 +58,7 @@ def _find(name: str) -> Topology:
         return _hosts(many[1], int(many[2]), int(many[3]))
     try:
         return Topology.from_toml(name)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise InvalidInputError("no such topology", "topology", name,
                                 f"'{THIS_HOST}', a TOML file, or one of {preset_names()}",
                                 "name a preset or write a TOML file") from None
