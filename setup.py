@@ -63,7 +63,7 @@ def torch_version() -> tuple[str, str | None]:
 
 def find_nvcc() -> str | None:
     """The first nvcc that runs: CUDA_HOME, the usual prefix, PATH (which may be a wrapper)."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     for nvcc in [*(str(Path(h) / "bin" / "nvcc") for h in homes if h), shutil.which("nvcc")]:
         if nvcc and os.access(nvcc, os.X_OK):
             probe = subprocess.run([nvcc, "--version"], capture_output=True, check=False)

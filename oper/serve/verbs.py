@@ -110,7 +110,7 @@ def run_serve(args: argparse.Namespace) -> int:
                      "pid": os.getpid(), "workers": server.worker_pids}
             print(json.dumps(where) if args.json else
                   f"serving {where['model']} at http://{server.address} with {args.workers} "
-                  "workers", flush=True)
+                  f"worker{'' if args.workers == 1 else 's'}", flush=True)
 
             server.serve_until_signalled(
                 None if run is None else lambda: server.follow(run), signals)
