@@ -338,7 +338,7 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   w.plan.tile_begin = memory.take<int32_t>(F + 1);
   w.plan.pair_bags = memory.take<uint32_t>(batch.by_pair ? P : 0);
   w.plan.places = memory.take<uint32_t>(batch.by_pair ? P : 0);
-  w.plan.staged = memory.take<uint32_t>(1);
+  w.plan.staged = memory.take<unsigned long long>(1);
   w.plan.pair_weights = memory.take<float>(batch.weights ? P : 0);
   w.plan.segments = memory.take<uint32_t>(T * W + 1);
   w.plan.refused = memory.take<uint32_t>(1);

@@ -226,7 +226,8 @@ struct BatchPlan : SortedPairs {
   float* pair_weights;     // [max_pairs] with weights
   // [max_pairs] with Batch::by_pair: where the pair's row is staged, see stage.cu.
   uint32_t* places;
-  uint32_t* staged;        // [1] with Batch::by_pair: number of kStagingUnits in use
+  // [1] with Batch::by_pair: number of kStagingUnits of the rows to stage, also of those that do not fit.
+  unsigned long long* staged;
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
   uint32_t* refused;       // [1] not 0 if lengths or an id are invalid, or a request does not fit
   int32_t bag_bits;        // payload = feature << bag_bits | bag
