@@ -206,10 +206,13 @@ class Context::Builder {
 
   void list_features() {
     std::vector<Feature> features;
+    std::vector<int32_t> first_piece;
     for (int64_t f = 0; f < d_.num_features; ++f) {
       const int64_t* x = d_.features + f * kFeatureWidth;
       const int32_t t = place_[x[kFeatureTable]],
                     logical = static_cast<int32_t>(x[kFeatureLogical]);
+      first_piece.resize(std::max(first_piece.size(), static_cast<size_t>(logical) + 1),
+                         static_cast<int32_t>(f));
       features.push_back({t, logical, x[kColumn]});
       c_.logical.push_back(logical);
       c_.output_columns = std::max(c_.output_columns, x[kColumn] + tables_[t].dim);
@@ -218,7 +221,9 @@ class Context::Builder {
     }
     for (RowClass& row_class : c_.classes)
       row_class.device_features = memory_.copy(row_class.features);
+    first_piece.push_back(static_cast<int32_t>(features.size()));
     c_.view.features = memory_.copy(features);
+    c_.view.first_piece = memory_.copy(first_piece);
     c_.view.num_features = static_cast<int32_t>(d_.num_features);
   }
 
@@ -228,7 +233,10 @@ class Context::Builder {
       Refresh part = d_.refresh(k);
       part.table = place_[part.table];
       if (!s_.local[part.owner]) part.masters = nullptr;
-      tables_[part.table].has_replicas = true;
+      Table& table = tables_[part.table];
+      if (!table.has_replicas) table.refresh_begin = static_cast<int32_t>(k);
+      table.refresh_end = static_cast<int32_t>(k) + 1;
+      table.has_replicas = true;
       refreshes.push_back(part);
     }
     c_.view.refreshes = memory_.copy(refreshes);
