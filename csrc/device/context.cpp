@@ -381,4 +381,9 @@ ReceiveLists lay_out_receive_lists(const Context& context, void* block) {
   return lists;
 }
 
+void clear_receive_lists(const Context& context, const ReceiveLists& lists, cudaStream_t stream) {
+  check(cudaMemsetAsync(lists.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
+        "cannot clear device memory");
+}
+
 }  // namespace oper::device

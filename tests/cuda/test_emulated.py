@@ -123,6 +123,21 @@ def test_rows_fetched_once_give_the_hosts_bits(
     assert staging.used
 
 
+def test_memory_has_the_lists_of_received_gradients(on_device: None) -> None:
+    case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum"),), ("a",))
+
+    def body(group: ThreadGroup, optimizer: Any) -> list[int]:
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group, optimizer)
+        found = tables.memory_bytes()["device"]
+        tables.close()
+        return found
+
+    plain, trained = (rs.run_ranks(2, lambda group, o=o: body(group, o))
+                      for o in (None, rs.OPTIMIZERS["sgd"]))
+    assert plain == [[200 * 32] * 2] * 2
+    assert trained == [trained[0]] * 2 and min(trained[0]) >= 200 * (32 + 4 + 2 * 8)
+
+
 def test_repeated_rows_are_fetched_once(emulation: pytest.MonkeyPatch) -> None:
     staging = _Staging(emulation, None)
     case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))

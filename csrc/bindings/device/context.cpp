@@ -143,7 +143,27 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   return tables_of_device().add(std::move(made));
 }
 
-void device_context_close(int64_t handle) { tables_of_device().close(handle); }
+void device_context_close(int64_t handle) {
+  auto closed = tables_of_device().close(handle);
+  if (closed == nullptr) return;
+  // To free memory on a thread whose device has no context would create one there.
+  const OnDevice on(*closed);
+  closed.reset();
+}
+
+// Allocates the lists of received gradients, if ranks exchange gradients. Returns their size in bytes.
+int64_t device_context_make_lists(int64_t handle) {
+  const OnTables tables(handle);
+  const Context& context = *tables->context;
+  if (context.updates_at_once) return 0;
+  const int64_t num_bytes = lay_out_receive_lists(context, nullptr).bytes;
+  tables->lists = tables->empty(num_bytes, ScalarType::Byte);
+  const cudaStream_t stream = tables.stream();
+  clear_receive_lists(context, lay_out_receive_lists(context, tables->lists->data_ptr()), stream);
+  // Steps may run on other streams.
+  check(cudaStreamSynchronize(stream), "cannot clear device memory");
+  return num_bytes;
+}
 
 // `hook`: address of a Hook, or 0. For the others, see Tables.
 void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges,
@@ -315,6 +335,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
       "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
+  OPER_OPERATOR(device_context_make_lists, "(int handle) -> int");
   OPER_OPERATOR(
       device_context_set_points,
       "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "

@@ -423,27 +423,15 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   });
 }
 
-ReceiveLists receive_lists_of(Tables& tables, cudaStream_t stream) {
-  const Context& context = *tables.context;
-  const bool is_new = !tables.lists;
-  if (is_new)
-    tables.lists = tables.empty(lay_out_receive_lists(context, nullptr).bytes, ScalarType::Byte);
-  const ReceiveLists lists = lay_out_receive_lists(context, tables.lists->data_ptr());
-  if (is_new)
-    check(cudaMemsetAsync(lists.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
-          "cannot clear device memory");
-  return lists;
-}
-
 // Exchanges gradients; updates rows, replicas and directories of keys.
 void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
-  call.lists = receive_lists_of(tables, call.stream);
+  STD_TORCH_CHECK(tables.lists, "internal: tables that are not trained got gradients");
+  call.lists = lay_out_receive_lists(call.context, tables.lists->data_ptr());
   const ReceiveLists& lists = *call.lists;
-  // Later steps reuse the lists only if this one succeeds, since a failed step leaves chains in it.
-  std::optional<Tensor> memory = std::move(tables.lists);
-  tables.lists = std::nullopt;
+  if (tables.has_chains) clear_receive_lists(call.context, lists, call.stream);
+  tables.has_chains = true;  // unless this step succeeds
   at(tables, Point::kGradients);
   barrier(call);
   if (keys) update_keys(call, *keys);
@@ -464,7 +452,7 @@ void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>&
   refresh(call.launch());
   if (keys) begin_rows(call.launch(), keys->keys->view);
   if (tables.shares || keys) barrier(call);
-  tables.lists = std::move(memory);
+  tables.has_chains = false;
 }
 
 std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor> grads, Tensor ids,

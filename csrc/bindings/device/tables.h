@@ -125,7 +125,10 @@ struct Tables {
   int64_t num_forward = 0;            // forward passes
   std::vector<double> staged;         // the optimizers' arguments that are on the device
   bool all_row_wise_adagrad = false;  // see Launch
-  std::optional<Tensor> lists;        // memory of the ReceiveLists
+  // Memory of the ReceiveLists, if gradients are exchanged; and whether a step that has failed may have
+  // left chains in it.
+  std::optional<Tensor> lists;
+  bool has_chains = false;
   std::shared_ptr<Prepared>
       kept;  // from the last collective forward pass
   std::optional<KeyUpdate> key_update;
