@@ -42,11 +42,14 @@ char* DeviceMemory::take_bytes(size_t bytes) {
   constexpr size_t kUnit = 256, kBlock = 256 << 10;
   bytes = (bytes + kUnit - 1) / kUnit * kUnit;
   if (bytes > left_) {
-    left_ = std::max(bytes, kBlock);
-    check(cudaMalloc(reinterpret_cast<void**>(&next_), left_), "cannot allocate the directory");
-    blocks_.push_back(next_);
-    check(cudaMemset(next_, 0, left_), "cannot clear device memory");
+    const size_t size = std::max(bytes, kBlock);
+    char* block = nullptr;
+    check(cudaMalloc(reinterpret_cast<void**>(&block), size), "cannot allocate the directory");
+    blocks_.push_back(block);
+    check(cudaMemset(block, 0, size), "cannot clear device memory");
     wait();
+    next_ = block;
+    left_ = size;
   }
   char* const taken = next_;
   next_ += bytes;

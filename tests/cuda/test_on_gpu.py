@@ -197,6 +197,27 @@ def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> No
     tables.close()
 
 
+def _has_context_on_the_first_gpu(rank: int, world_size: int) -> bool:
+    from oper.shmem.device.tables import DeviceTables
+
+    case = rs.Case((TableSpec("t", 9, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
+    tables = DeviceTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0),
+                          device="cuda:1")
+    ids = torch.arange(9, device=tables.device)
+    batch = Lookup(ids, torch.ones_like(ids), case.key_of, 9)
+    tables.lookup(tables.resolve(batch)).sum().backward()
+    tables.synchronize()
+    del batch
+    tables.close()
+    found: bool = torch._C._cuda_hasPrimaryContext(0)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tables_take_no_memory_of_another_gpu() -> None:
+    assert run_world(1, _has_context_on_the_first_gpu) == [False]
+
+
 def test_a_batch_in_host_memory_is_refused() -> None:
     case = rs.Case((TableSpec("t", 9, 4, ("a",), "sum"),), ("a",))
     tables = device_tables(uniform_plan(case.tables, 1), case.features, SingleGroup(), None)
