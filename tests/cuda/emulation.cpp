@@ -162,18 +162,24 @@ void run_grid(const std::function<void()>& body, int64_t grid, int block) {
 }  // namespace oper::emulation
 
 // The compiler calls these by the option -fsanitize=kernel-address, whose run-time library this is.
-#define OPER_CHECKED(name, ...) \
-  void __asan_##name##_noabort(__VA_ARGS__) { oper::emulation::check_access(at); }
-#define OPER_CHECKED_SIZE(size) \
-  OPER_CHECKED(load##size, void* at) OPER_CHECKED(store##size, void* at)
+// Accesses of 16 bytes may be pairs of 8 bytes each.
+#define OPER_CHECKED(name, alignment, ...)                                                     \
+  void __asan_##name##_noabort(__VA_ARGS__) {                                                  \
+    oper::emulation::check_access(at);                                                         \
+    if (oper::emulation::side == oper::emulation::Side::kKernel)                               \
+      oper::emulation::check_aligned(at, alignment);                                           \
+  }
+#define OPER_CHECKED_SIZE(size)                           \
+  OPER_CHECKED(load##size, size < 8 ? size : 8, void* at) \
+  OPER_CHECKED(store##size, size < 8 ? size : 8, void* at)
 extern "C" {
 OPER_CHECKED_SIZE(1)
 OPER_CHECKED_SIZE(2)
 OPER_CHECKED_SIZE(4)
 OPER_CHECKED_SIZE(8)
 OPER_CHECKED_SIZE(16)
-OPER_CHECKED(loadN, void* at, long)
-OPER_CHECKED(storeN, void* at, long)
+OPER_CHECKED(loadN, 1, void* at, long)
+OPER_CHECKED(storeN, 1, void* at, long)
 void __asan_handle_no_return() {}
 void __asan_before_dynamic_init(void*) {}
 void __asan_after_dynamic_init() {}

@@ -5,7 +5,8 @@
 // that a result that depends on that order shows. Streams are ordered by events only and do their
 // work as late as they can, so that a missing wait shows. A stream that is captured collects its work,
 // and what CUDA forbids meanwhile fails and is counted. The memory of each device has addresses
-// of its own, and whatever accesses memory that it could not address on hardware aborts.
+// of its own, and whatever accesses memory that it could not address on hardware, or misaligned,
+// aborts.
 #pragma once
 
 #include <algorithm>
@@ -132,7 +133,7 @@ enum cudaError_t {
   cudaErrorStreamCaptureUnsupported = 900
 };
 using cudaStream_t = oper::emulation::Stream*;
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct EmulatedIndex {
@@ -270,6 +271,11 @@ const uint64_t* sync_warp(unsigned mask, uint64_t value);
 // The lane of the thread that runs.
 int lane_of_warp();
 
+// An access of `size` bytes, which on a GPU must be at a multiple of that.
+inline void check_aligned(const void* at, size_t size) {
+  if (reinterpret_cast<uintptr_t>(at) % size != 0) fail("a misaligned access");
+}
+
 void run_grid(const std::function<void()>& body, int64_t grid, int block);
 
 template <class T>
@@ -350,6 +356,7 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
 }
 template <class T>
 T __ldg(const T* at) {
+  oper::emulation::check_aligned(at, sizeof(T));
   return *at;
 }
 template <class T>

@@ -117,7 +117,7 @@ def test_steps_that_would_wait_are_refused_and_spoil_no_capture(
 
 def test_memory_that_could_not_be_allocated_is_not_given_out_later(
         emulation: pytest.MonkeyPatch) -> None:
-    case = rs.Case((TableSpec("t", 3_000_000, 1, ("a",), "sum"),), ("a",))
+    case = rs.Case((TableSpec("t", 2_200_000, 1, ("a",), "sum"),), ("a",))
     with opened(emulation, case) as (tables, _, _):
         torch.ops.oper_emulated.fail_allocations(2)
         for _ in range(2):

@@ -131,7 +131,8 @@ def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
     tables.close()
 
 
-def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_in_a_graph(emulation: pytest.MonkeyPatch, ahead: bool) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     plan = uniform_plan(case.tables, 1)
     (batch,), = rs.make_steps(case, 1, 1)
@@ -141,9 +142,10 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
     on_device = moved(batch.lookup(case), tables.device)
     gradient = torch.ones(batch.size, case.columns, device="cuda")
     opened = tables._tables
+    given = opened.resolve(on_device) if ahead else on_device
 
     def step() -> torch.Tensor:
-        out: torch.Tensor = opened.lookup(on_device)
+        out: torch.Tensor = opened.lookup(given)
         out.backward(gradient)
         return out.detach()
 

@@ -245,6 +245,10 @@ class Planted(DeviceTables):
             batch = replace(batch, key_of=of_device(mine, batch.key_of))
         if fault == "none":
             batch = replace(batch, ids=of_device(mine, batch.ids))
+        if fault == "alignment":
+            copy = torch.frombuffer(bytearray(8 * batch.ids.numel() + 4), dtype=torch.int64,
+                                    offset=4)
+            batch = replace(batch, ids=copy.copy_(batch.ids))
         return super().lookup(batch)
 
 
@@ -259,8 +263,9 @@ print("done")
 @pytest.mark.parametrize("fault, message", [
     ("neighbours", "a kernel of device {0} accesses the arena of device {1}"),
     ("ids", "a kernel of device {0} accesses memory of device {1}"),
-    ("keys", "host code for device {0} accesses memory of device {0}"), ("none", "")])
-def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, message: str) -> None:
+    ("keys", "host code for device {0} accesses memory of device {0}"),
+    ("alignment", "a misaligned access"), ("none", "")])
+def test_impossible_accesses(emulation: pytest.MonkeyPatch, fault: str, message: str) -> None:
     process = Forked([sys.executable, "-c", _PROGRAM.format(fault=fault)], text=True,
                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()

@@ -62,7 +62,8 @@ struct Returned {
 bool order(const Returned& x) {
   if (x.last_on == x.made_on) return true;
   try {
-    const OnDevice on(x.bounds.get_device_index());  // a default stream is that of the current device
+    // A default stream is that of the current device.
+    const OnDevice on(x.bounds.get_device_index());
     if (is_captured(x.made_on) != x.in_graph || is_captured(x.last_on) != x.in_graph)
       return x.in_graph;  // no other work uses the memory of a complete graph
     if (cudaEventRecord(x.ready, x.last_on) != cudaSuccess ||

@@ -363,7 +363,8 @@ std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Te
                                        cudaStream_t stream) {
   if (auto ahead = made_ahead(addresses); ahead && ahead->fits(stream)) return ahead;
   const auto& kept = tables.kept;
-  if (kept && kept->fits(stream) && kept->bounds.data_ptr() == offsets.data_ptr() && kept->ids == x.ids.data_ptr() &&
+  if (kept && kept->fits(stream) && kept->bounds.data_ptr() == offsets.data_ptr() &&
+      kept->ids == x.ids.data_ptr() &&
       kept->weights == (x.weights ? x.weights->data_ptr() : nullptr))
     return kept;
   return prepare(tables, x, offsets, stream);
