@@ -199,6 +199,30 @@ def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size:
         torch.ops.oper_emulated.ignore_waits(False)
 
 
+def test_a_resolved_batch_that_is_used_on_two_streams(emulation: pytest.MonkeyPatch) -> None:
+    """The second one waits for the first, whose lookup makes the batch plan."""
+    case = rs.Case((TableSpec("t", 40, 8, ("a",), "none"),), ("a",))
+    batch = Lookup(torch.arange(12), torch.full((6,), 2), case.key_of, 6, pooled=False)
+
+    def body(group: ThreadGroup) -> None:
+        tables: Any = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group, None)
+        tables.deduplicate = True  # needs the plan
+        tables.barrier()
+        mine, side = streams.current_stream(), streams.Stream()
+        expected = tables.lookup(batch)
+        with streams.stream(side):
+            resolved = tables.resolve(batch)
+            tables.forward(resolved)
+        out, _ = tables.forward(resolved)
+        mine.synchronize()
+        rs.assert_bitwise(out, expected, "rows")
+        tables.barrier()
+        tables.close()
+
+    with emulation.context() as patch, streams.in_use(patch, None):
+        rs.run_ranks(2, body)
+
+
 # ---- memory that hardware could not address ------------------------------------------------------
 
 _PROGRAM = """

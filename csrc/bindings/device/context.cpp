@@ -39,11 +39,14 @@ bool Prepared::fits(cudaStream_t stream) const {
 }
 
 void Prepared::use_on(cudaStream_t stream) {
-  if (ready == nullptr || stream == last_on) return;
-  const char* what = "cannot wait for a batch that was resolved ahead";
-  if (last_on != made_on) check(cudaEventRecord(ready, last_on), what);
-  check(cudaStreamWaitEvent(stream, ready, 0), what);
+  if (ready == nullptr) return;
+  if (stream != last_on) {
+    const char* what = "cannot wait for a batch that was resolved ahead";
+    if (is_used) check(cudaEventRecord(ready, last_on), what);
+    check(cudaStreamWaitEvent(stream, ready, 0), what);
+  }
   last_on = stream;
+  is_used = true;
 }
 
 namespace {

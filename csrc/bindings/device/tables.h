@@ -81,8 +81,10 @@ struct Prepared {
   bool is_planned = false;    // whether the plan has been launched
   bool is_swapped = false;    // see SortedPairs
   cudaStream_t made_on = nullptr, last_on = nullptr;  // the streams that made it and used it last
-  // Of `lookup_resolve`, else null: another stream that uses it waits for this event.
+  // Of `lookup_resolve`, else null: another stream that uses it waits for this event, which is recorded
+  // again once it was used, since a use may write to the plan and to the places of staged rows.
   cudaEvent_t ready = nullptr;
+  bool is_used = false;
   bool in_graph = false;        // whether `lookup_resolve` was captured
 
   Prepared() = default;
