@@ -42,11 +42,14 @@ char* DeviceMemory::take_bytes(size_t bytes) {
   constexpr size_t kUnit = 256, kBlock = 256 << 10;
   bytes = (bytes + kUnit - 1) / kUnit * kUnit;
   if (bytes > left_) {
-    left_ = std::max(bytes, kBlock);
-    check(cudaMalloc(reinterpret_cast<void**>(&next_), left_), "cannot allocate the directory");
-    blocks_.push_back(next_);
-    check(cudaMemset(next_, 0, left_), "cannot clear device memory");
+    const size_t size = std::max(bytes, kBlock);
+    char* block = nullptr;
+    check(cudaMalloc(reinterpret_cast<void**>(&block), size), "cannot allocate the directory");
+    blocks_.push_back(block);
+    check(cudaMemset(block, 0, size), "cannot clear device memory");
     wait();
+    next_ = block;
+    left_ = size;
   }
   char* const taken = next_;
   next_ += bytes;
@@ -206,10 +209,13 @@ class Context::Builder {
 
   void list_features() {
     std::vector<Feature> features;
+    std::vector<int32_t> first_piece;
     for (int64_t f = 0; f < d_.num_features; ++f) {
       const int64_t* x = d_.features + f * kFeatureWidth;
       const int32_t t = place_[x[kFeatureTable]],
                     logical = static_cast<int32_t>(x[kFeatureLogical]);
+      first_piece.resize(std::max(first_piece.size(), static_cast<size_t>(logical) + 1),
+                         static_cast<int32_t>(f));
       features.push_back({t, logical, x[kColumn]});
       c_.logical.push_back(logical);
       c_.output_columns = std::max(c_.output_columns, x[kColumn] + tables_[t].dim);
@@ -218,7 +224,9 @@ class Context::Builder {
     }
     for (RowClass& row_class : c_.classes)
       row_class.device_features = memory_.copy(row_class.features);
+    first_piece.push_back(static_cast<int32_t>(features.size()));
     c_.view.features = memory_.copy(features);
+    c_.view.first_piece = memory_.copy(first_piece);
     c_.view.num_features = static_cast<int32_t>(d_.num_features);
   }
 
@@ -228,7 +236,10 @@ class Context::Builder {
       Refresh part = d_.refresh(k);
       part.table = place_[part.table];
       if (!s_.local[part.owner]) part.masters = nullptr;
-      tables_[part.table].has_replicas = true;
+      Table& table = tables_[part.table];
+      if (!table.has_replicas) table.refresh_begin = static_cast<int32_t>(k);
+      table.refresh_end = static_cast<int32_t>(k) + 1;
+      table.has_replicas = true;
       refreshes.push_back(part);
     }
     c_.view.refreshes = memory_.copy(refreshes);
@@ -338,7 +349,7 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   w.plan.tile_begin = memory.take<int32_t>(F + 1);
   w.plan.pair_bags = memory.take<uint32_t>(batch.by_pair ? P : 0);
   w.plan.places = memory.take<uint32_t>(batch.by_pair ? P : 0);
-  w.plan.staged = memory.take<uint32_t>(1);
+  w.plan.staged = memory.take<unsigned long long>(1);
   w.plan.pair_weights = memory.take<float>(batch.weights ? P : 0);
   w.plan.segments = memory.take<uint32_t>(T * W + 1);
   w.plan.refused = memory.take<uint32_t>(1);
@@ -371,6 +382,11 @@ ReceiveLists lay_out_receive_lists(const Context& context, void* block) {
   lists.heads = memory.take<uint32_t>(context.own_rows);
   lists.bytes = memory.used();
   return lists;
+}
+
+void clear_receive_lists(const Context& context, const ReceiveLists& lists, cudaStream_t stream) {
+  check(cudaMemsetAsync(lists.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
+        "cannot clear device memory");
 }
 
 }  // namespace oper::device

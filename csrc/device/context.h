@@ -147,5 +147,7 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block);
 // An owner's receive lists within `block`, which it keeps between steps; if that is null, only its
 // `bytes`.
 ReceiveLists lay_out_receive_lists(const Context& context, void* block);
+// Ends all chains.
+void clear_receive_lists(const Context& context, const ReceiveLists& lists, cudaStream_t stream);
 
 }  // namespace oper::device

@@ -84,6 +84,7 @@ struct Table {
   int32_t mean;
   int32_t row_class;
   RowType type;
+  int32_t refresh_begin, refresh_end;  // its entries of View::refreshes
   bool has_push, has_replicas;
 };
 
@@ -159,7 +160,10 @@ OPER_HD constexpr int64_t send_buffer_header_bytes(int64_t num_tables, int64_t w
 // Descriptions of a rank's tables for kernels, in device memory.
 struct View {
   const Table* tables;        // [T] in the order of keys
-  const Feature* features;    // [F]
+  const Feature* features;    // [F], by their number in the collection
+  // [features of the collection + 1]: the column pieces of number l are [first_piece[l],
+  // first_piece[l + 1]) of `features`.
+  const int32_t* first_piece;
   const int64_t* table_keys;  // [T + 1] first key of each table
   // [T + 1]: this rank's rows are numbered from own_begin[t] on in table t.
   const int64_t* own_begin;
@@ -226,7 +230,8 @@ struct BatchPlan : SortedPairs {
   float* pair_weights;     // [max_pairs] with weights
   // [max_pairs] with Batch::by_pair: where the pair's row is staged, see stage.cu.
   uint32_t* places;
-  uint32_t* staged;        // [1] with Batch::by_pair: number of kStagingUnits in use
+  // [1] with Batch::by_pair: number of kStagingUnits of the rows to stage, also of those that do not fit.
+  unsigned long long* staged;
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
   uint32_t* refused;       // [1] not 0 if lengths or an id are invalid, or a request does not fit
   int32_t bag_bits;        // payload = feature << bag_bits | bag

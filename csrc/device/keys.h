@@ -135,6 +135,7 @@ class KeyTables {
   std::vector<KeyLists> lists;  // [W]
   std::vector<OwnBuckets> own;  // by table
   std::atomic<bool> is_mixed;  // some batch had ids of several tables, or of no table
+  int64_t device = 0;          // on which they are
 
   // See KeyLookup::table_of.
   const int32_t* table_of_keys(const int64_t* key_of, int64_t num_features, int64_t num_keys);

@@ -326,12 +326,10 @@ class RowOptimizer {
 };
 
 // Adds a slot that its owner has updated to the list of touched ones, if its row is replicated.
-OPER_DEVICE void note_touched(const View& view, const Table& table, int32_t table_index,
-                              int64_t slot) {
-  for (int32_t k = 0; k < view.num_refreshes; ++k) {
+OPER_DEVICE void note_touched(const View& view, const Table& table, int64_t slot) {
+  for (int32_t k = table.refresh_begin; k < table.refresh_end; ++k) {
     const Refresh& part = view.refreshes[k];
-    if (part.table == table_index && part.owner == view.rank && slot >= part.slot_begin &&
-        slot < part.slot_end) {
+    if (part.owner == view.rank && slot >= part.slot_begin && slot < part.slot_end) {
       uint32_t* list = table.touched[view.rank];
       list[1 + atomicAdd(list, 1u)] = static_cast<uint32_t>(slot);
       return;

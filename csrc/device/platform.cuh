@@ -92,6 +92,7 @@ OPER_DEVICE Word read_shared(SharedAddress from) {
   static_assert(sizeof(Word) == 2 || sizeof(Word) == 4 || sizeof(Word) == 16);
   Word word;
 #if defined(OPER_EMULATED)
+  emulation::check_aligned(from, sizeof(word));
   __builtin_memcpy(&word, from, sizeof(word));
 #else
   if constexpr (sizeof(Word) == 16) {
@@ -119,6 +120,8 @@ OPER_DEVICE Word read_shared(SharedAddress from) {
 template <int kNumBytes>
 OPER_DEVICE void copy_async(SharedAddress to, const void* from) {
 #if defined(OPER_EMULATED)
+  emulation::check_aligned(from, kNumBytes);
+  emulation::check_aligned(to, kNumBytes);
   __builtin_memcpy(to, from, kNumBytes);
 #else
   if constexpr (kNumBytes == 16) {

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <ucontext.h>
 
+#include <utility>
+
 #include "common/handles.h"
 #include "emulation.h"
 
@@ -160,18 +162,24 @@ void run_grid(const std::function<void()>& body, int64_t grid, int block) {
 }  // namespace oper::emulation
 
 // The compiler calls these by the option -fsanitize=kernel-address, whose run-time library this is.
-#define OPER_CHECKED(name, ...) \
-  void __asan_##name##_noabort(__VA_ARGS__) { oper::emulation::check_access(at); }
-#define OPER_CHECKED_SIZE(size) \
-  OPER_CHECKED(load##size, void* at) OPER_CHECKED(store##size, void* at)
+// Accesses of 16 bytes may be pairs of 8 bytes each.
+#define OPER_CHECKED(name, alignment, ...)                                                     \
+  void __asan_##name##_noabort(__VA_ARGS__) {                                                  \
+    oper::emulation::check_access(at);                                                         \
+    if (oper::emulation::side == oper::emulation::Side::kKernel)                               \
+      oper::emulation::check_aligned(at, alignment);                                           \
+  }
+#define OPER_CHECKED_SIZE(size)                           \
+  OPER_CHECKED(load##size, size < 8 ? size : 8, void* at) \
+  OPER_CHECKED(store##size, size < 8 ? size : 8, void* at)
 extern "C" {
 OPER_CHECKED_SIZE(1)
 OPER_CHECKED_SIZE(2)
 OPER_CHECKED_SIZE(4)
 OPER_CHECKED_SIZE(8)
 OPER_CHECKED_SIZE(16)
-OPER_CHECKED(loadN, void* at, long)
-OPER_CHECKED(storeN, void* at, long)
+OPER_CHECKED(loadN, 1, void* at, long)
+OPER_CHECKED(storeN, 1, void* at, long)
 void __asan_handle_no_return() {}
 void __asan_before_dynamic_init(void*) {}
 void __asan_after_dynamic_init() {}
@@ -226,6 +234,20 @@ void stream_copy(int64_t stream, Tensor to, Tensor from) {
                 static_cast<size_t>(to.numel() * to.element_size()));
   });
 }
+// Begins to capture a stream's work, or ends it. Returns how many calls have failed since the last
+// time, because CUDA does not allow them during a capture.
+int64_t stream_capture(int64_t stream, bool begins) {
+  Stream* const captured = stream_at(stream);
+  if (begins) captured->graph.clear();
+  captured->is_captured = begins;
+  oper::emulation::num_captured += begins ? 1 : -1;
+  return std::exchange(oper::emulation::num_forbidden, 0);
+}
+bool stream_is_captured(int64_t stream) { return stream != 0 && stream_at(stream)->is_captured; }
+void stream_replay(int64_t stream) {
+  for (const auto& work : stream_at(stream)->graph) oper::emulation::enqueue(stream_at(stream), work);
+}
+void fail_allocations(int64_t count) { oper::emulation::num_failing = static_cast<int>(count); }
 // Memory of a device, in its arena or not, uint8 [bytes].
 Tensor memory(int64_t rank, bool in_arena, int64_t bytes) {
   char* const memory =
@@ -250,6 +272,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
   m.def("stream_wait(int stream, int other, int given) -> ()");
   m.def("stream_finish(int stream) -> ()");
   m.def("stream_copy(int stream, Tensor(a!) to, Tensor source) -> ()");
+  m.def("stream_capture(int stream, bool begins) -> int");
+  m.def("stream_is_captured(int stream) -> bool");
+  m.def("stream_replay(int stream) -> ()");
+  m.def("fail_allocations(int count) -> ()");
   m.def("memory(int rank, bool in_arena, int bytes) -> Tensor");
   m.def("ignore_waits(bool ignored) -> ()");
   m.def("stream_release_memory() -> ()");
@@ -265,6 +291,10 @@ STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("stream_wait", TORCH_BOX(&stream_wait));
   m.impl("stream_finish", TORCH_BOX(&stream_finish));
   m.impl("stream_copy", TORCH_BOX(&stream_copy));
+  m.impl("stream_capture", TORCH_BOX(&stream_capture));
+  m.impl("stream_is_captured", TORCH_BOX(&stream_is_captured));
+  m.impl("stream_replay", TORCH_BOX(&stream_replay));
+  m.impl("fail_allocations", TORCH_BOX(&fail_allocations));
   m.impl("memory", TORCH_BOX(&memory));
   m.impl("ignore_waits", TORCH_BOX(&ignore_waits));
   m.impl("stream_release_memory", TORCH_BOX(&stream_release_memory));

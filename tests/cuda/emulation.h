@@ -3,8 +3,10 @@
 // GPU run would compute, aborts on what would be undefined there (a lane that has ended while
 // others wait for it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so
 // that a result that depends on that order shows. Streams are ordered by events only and do their
-// work as late as they can, so that a missing wait shows. The memory of each device has addresses
-// of its own, and whatever accesses memory that it could not address on hardware aborts.
+// work as late as they can, so that a missing wait shows. A stream that is captured collects its work,
+// and what CUDA forbids meanwhile fails and is counted. The memory of each device has addresses
+// of its own, and whatever accesses memory that it could not address on hardware, or misaligned,
+// aborts.
 #pragma once
 
 #include <algorithm>
@@ -39,20 +41,31 @@ namespace oper::emulation {
 struct Stream {
   std::deque<std::function<void()>> work;
   int64_t given = 0, done = 0;
+  bool is_captured = false;
+  std::vector<std::function<void()>> graph;  // what it has captured
 };
 struct Event {
   Stream* stream = nullptr;
   int64_t given = 0;  // work of the stream that is before it
+  bool is_captured = false;
 };
 
 inline std::recursive_mutex work_lock;
 inline thread_local Stream* current_stream = nullptr;
 inline bool ignores_waits = false;  // as if csrc had none
+// How many streams are captured, and how many calls have failed since they are not allowed then.
+inline int num_captured = 0;
+inline int64_t num_forbidden = 0;
+inline int num_failing = 0;  // so many of the next calls of cudaMalloc fail
 
 template <class Work>
 void enqueue(Stream* stream, Work work) {
   if (stream == nullptr) return work();
   const std::lock_guard<std::recursive_mutex> lock(work_lock);
+  if (stream->is_captured) {
+    stream->graph.emplace_back(std::move(work));
+    return;
+  }
   stream->work.emplace_back(std::move(work));
   ++stream->given;
 }
@@ -99,7 +112,10 @@ void keep(const Tensor& tensor) {
   kept.emplace_back([tensor] {});
 }
 
-inline Event record(Stream* stream) { return {stream, stream ? stream->given : 0}; }
+inline Event record(Stream* stream) {
+  if (stream == nullptr) return {};
+  return {stream, stream->given, stream->is_captured};
+}
 inline void wait(Stream* stream, const Event& event) {
   enqueue(stream, [event] { finish(event); });
 }
@@ -111,14 +127,26 @@ inline thread_local std::vector<const char*> ranges;
 
 // ---- runtime ------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorStreamCaptureUnsupported = 900
+};
 using cudaStream_t = oper::emulation::Stream*;
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct EmulatedIndex {
   uint32_t x = 0, y = 0, z = 0;
 };
+
+namespace oper::emulation {
+// The status of a call that CUDA forbids if `is_forbidden`.
+inline cudaError_t unless(bool is_forbidden) {
+  num_forbidden += is_forbidden ? 1 : 0;
+  return is_forbidden ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+}  // namespace oper::emulation
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
@@ -126,6 +154,7 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  if (oper::emulation::num_captured > 0) return oper::emulation::unless(true);
   const oper::emulation::As driver(oper::emulation::Side::kDriver);
   std::memset(data, value, bytes);
   return cudaSuccess;
@@ -133,6 +162,7 @@ inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
 constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
               cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  if (oper::emulation::num_captured > 0) return oper::emulation::unless(true);
   const oper::emulation::As driver(oper::emulation::Side::kDriver);
   std::memcpy(to, from, bytes);
   return cudaSuccess;
@@ -141,6 +171,8 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind,
                                    cudaStream_t stream) {
   std::vector<char> read;
+  if (kind == cudaMemcpyHostToDevice && stream != nullptr && stream->is_captured)
+    return oper::emulation::unless(true);  // replays would read it
   if (kind == cudaMemcpyHostToDevice)
     read.assign(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
   oper::emulation::enqueue_copy(
@@ -148,6 +180,11 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int
   return cudaSuccess;
 }
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
+  if (oper::emulation::num_captured > 0) return oper::emulation::unless(true);
+  if (oper::emulation::num_failing > 0) {
+    --oper::emulation::num_failing;
+    return cudaErrorMemoryAllocation;
+  }
   *data = oper::emulation::allocate(oper::emulation::device.rank, false, bytes);
   return cudaSuccess;
 }
@@ -173,12 +210,15 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (stream != nullptr && stream->is_captured) return oper::emulation::unless(true);
   ++oper::emulation::num_waits;
   oper::emulation::finish(oper::emulation::record(stream));
   return cudaSuccess;
 }
 // Waits only for `cudaMemcpy` and `cudaMemset`, which are synchronous here.
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() {
+  return oper::emulation::unless(oper::emulation::num_captured > 0);
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 using cudaEvent_t = oper::emulation::Event*;
 constexpr int cudaEventDisableTiming = 2;
@@ -194,12 +234,17 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
   return cudaSuccess;
 }
+// A stream that is captured cannot wait for others, which could not wait for it in replays, either.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const bool is_captured = stream != nullptr && stream->is_captured;
+  if (is_captured != event->is_captured) return oper::emulation::unless(true);
   if (!oper::emulation::ignores_waits) oper::emulation::wait(stream, *event);
   return cudaSuccess;
 }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0 };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = stream != nullptr && stream->is_captured ? cudaStreamCaptureStatusActive
+                                                     : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
@@ -225,6 +270,11 @@ const uint64_t* sync_warp(unsigned mask, uint64_t value);
 
 // The lane of the thread that runs.
 int lane_of_warp();
+
+// An access of `size` bytes, which on a GPU must be at a multiple of that.
+inline void check_aligned(const void* at, size_t size) {
+  if (reinterpret_cast<uintptr_t>(at) % size != 0) fail("a misaligned access");
+}
 
 void run_grid(const std::function<void()>& body, int64_t grid, int block);
 
@@ -306,6 +356,7 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, int width) {
 }
 template <class T>
 T __ldg(const T* at) {
+  oper::emulation::check_aligned(at, sizeof(T));
   return *at;
 }
 template <class T>

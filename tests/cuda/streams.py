@@ -68,7 +68,27 @@ def synchronize(device: object = None) -> None:
 
 
 def is_current_stream_capturing() -> bool:
-    return False
+    captured: bool = torch.ops.oper_emulated.stream_is_captured(current_stream().number)
+    return captured
+
+
+class Graph:
+    """The work of a stream within a ``with`` block, as `torch.cuda.CUDAGraph`; nothing in the block
+    may be what CUDA does not allow in one."""
+
+    def __init__(self, captured: Stream) -> None:
+        self._stream = captured
+
+    def __enter__(self) -> Graph:
+        torch.ops.oper_emulated.stream_capture(self._stream.number, True)
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        forbidden = torch.ops.oper_emulated.stream_capture(self._stream.number, False)
+        assert kind is not None or not forbidden, f"{forbidden} calls that CUDA does not allow"
+
+    def replay(self) -> None:
+        torch.ops.oper_emulated.stream_replay(self._stream.number)
 
 
 class _Operators:
@@ -120,8 +140,9 @@ class StreamedTables(DeviceTables):
 
 
 @contextmanager
-def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
-    """Make `runtime_support` open these tables, with one stream per rank."""
+def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[list[object]]:
+    """Make `runtime_support` open these tables, with one stream per rank; the list keeps the
+    arguments and results of operators alive."""
     import sys
 
     given: list[object] = []
@@ -137,7 +158,7 @@ def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
 
     patch.setattr("tests.runtime_support.ShardedTables", open_tables)
     try:
-        yield
+        yield given
     finally:
         synchronize()
         torch.ops.oper_emulated.stream_release_memory()

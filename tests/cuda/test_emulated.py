@@ -4,6 +4,7 @@ import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,21 @@ def test_rows_fetched_once_give_the_hosts_bits(
     assert staging.used
 
 
+def test_memory_has_the_lists_of_received_gradients(on_device: None) -> None:
+    case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum"),), ("a",))
+
+    def body(group: ThreadGroup, optimizer: Any) -> list[int]:
+        tables = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group, optimizer)
+        found = tables.memory_bytes()["device"]
+        tables.close()
+        return found
+
+    plain, trained = (rs.run_ranks(2, lambda group, o=o: body(group, o))
+                      for o in (None, rs.OPTIMIZERS["sgd"]))
+    assert plain == [[200 * 32] * 2] * 2
+    assert trained == [trained[0]] * 2 and min(trained[0]) >= 200 * (32 + 4 + 2 * 8)
+
+
 def test_repeated_rows_are_fetched_once(emulation: pytest.MonkeyPatch) -> None:
     staging = _Staging(emulation, None)
     case = rs.Case((TableSpec("t", 400, 8, ("a",), "sum", "float32", "sgd"),), ("a",))
@@ -153,6 +169,25 @@ def test_dims(emulation: pytest.MonkeyPatch, dims: tuple[int, ...]) -> None:
     case = rs.Case(tables, tuple(t.features[0] for t in tables), base_batch=9)
     assert_same(*both(emulation, case, rp.plans_for(tables, 2)["striped"],
                       rs.OPTIMIZERS["rowwise_adagrad"], 2))
+
+
+def test_as_many_ids_as_allowed(on_device: None) -> None:
+    """Kernels number ids with 32 bits. Groups of lanes that work in step take as many turns as the
+    one with the longest bag; that of the last bag must not pass the end."""
+    case = rs.Case((TableSpec("t", 8, 16, ("a", "b"), "sum"),), ("a", "b"))
+    tables: Any = rs.open_tables(case, uniform_plan(case.tables, 1), SingleGroup(),
+                                 rs.OPTIMIZERS["sgd"])
+    count, lengths = 2**31 - 65, torch.tensor([0, 0, 300, 5])
+    lengths[0] = count - 305  # of a key without features
+    ids = torch.from_numpy(np.zeros(count, np.int32))  # no memory until it is read
+    ids[-305:] = torch.arange(305, dtype=torch.int32) % 8
+    # Only a batch that is resolved ahead does without memory for the ids of other keys.
+    batch = tables.resolve(Lookup(ids, lengths, torch.tensor([1, 1]), 2))
+    out, _ = tables.forward(batch)
+    rows = tables.read("t")[ids[-305:].long()]
+    expected = torch.stack([rows[:300].sum(0), rows[300:].sum(0)]).repeat(1, 2)
+    torch.testing.assert_close(out, expected)
+    tables.close()
 
 
 def _run_of(tables: ShardedTables, batch: Lookup) -> list[torch.Tensor]:

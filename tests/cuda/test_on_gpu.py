@@ -131,7 +131,8 @@ def test_rows_beyond_four_gigabytes(emulation: pytest.MonkeyPatch) -> None:
     tables.close()
 
 
-def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_in_a_graph(emulation: pytest.MonkeyPatch, ahead: bool) -> None:
     case = rs.dlrm_case("rowwise_adagrad")
     plan = uniform_plan(case.tables, 1)
     (batch,), = rs.make_steps(case, 1, 1)
@@ -141,9 +142,10 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
     on_device = moved(batch.lookup(case), tables.device)
     gradient = torch.ones(batch.size, case.columns, device="cuda")
     opened = tables._tables
+    given = opened.resolve(on_device) if ahead else on_device
 
     def step() -> torch.Tensor:
-        out: torch.Tensor = opened.lookup(on_device)
+        out: torch.Tensor = opened.lookup(given)
         out.backward(gradient)
         return out.detach()
 
@@ -195,6 +197,27 @@ def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> No
     for name, weight in host.weights.items():
         torch.testing.assert_close(tables.read(name), weight, rtol=1e-5, atol=1e-5)
     tables.close()
+
+
+def _has_context_on_the_first_gpu(rank: int, world_size: int) -> bool:
+    from oper.shmem.device.tables import DeviceTables
+
+    case = rs.Case((TableSpec("t", 9, 4, ("a",), "sum", "float32", "sgd"),), ("a",))
+    tables = DeviceTables(uniform_plan(case.tables, 1), case.features, SingleGroup(), SGD(lr=1.0),
+                          device="cuda:1")
+    ids = torch.arange(9, device=tables.device)
+    batch = Lookup(ids, torch.ones_like(ids), case.key_of, 9)
+    tables.lookup(tables.resolve(batch)).sum().backward()
+    tables.synchronize()
+    del batch
+    tables.close()
+    found: bool = torch._C._cuda_hasPrimaryContext(0)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tables_take_no_memory_of_another_gpu() -> None:
+    assert run_world(1, _has_context_on_the_first_gpu) == [False]
 
 
 def test_a_batch_in_host_memory_is_refused() -> None:

@@ -106,7 +106,7 @@ def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool =
 
 @pytest.fixture(autouse=True)
 def opens_on_device(emulation: pytest.MonkeyPatch, on_device: None) -> None:
-    emulation.setenv("OPER_DEVICE_THREADS", "32")  # one block per kernel, which is faster
+    emulation.setenv("OPER_DEVICE_THREADS", "1")  # one block per kernel, which is faster
 
 
 @pytest.mark.parametrize("size, plan, kind", [

@@ -199,6 +199,30 @@ def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size:
         torch.ops.oper_emulated.ignore_waits(False)
 
 
+def test_a_resolved_batch_that_is_used_on_two_streams(emulation: pytest.MonkeyPatch) -> None:
+    """The second one waits for the first, whose lookup makes the batch plan."""
+    case = rs.Case((TableSpec("t", 40, 8, ("a",), "none"),), ("a",))
+    batch = Lookup(torch.arange(12), torch.full((6,), 2), case.key_of, 6, pooled=False)
+
+    def body(group: ThreadGroup) -> None:
+        tables: Any = rs.open_tables(case, uniform_plan(case.tables, 2, "striped"), group, None)
+        tables.deduplicate = True  # needs the plan
+        tables.barrier()
+        mine, side = streams.current_stream(), streams.Stream()
+        expected = tables.lookup(batch)
+        with streams.stream(side):
+            resolved = tables.resolve(batch)
+            tables.forward(resolved)
+        out, _ = tables.forward(resolved)
+        mine.synchronize()
+        rs.assert_bitwise(out, expected, "rows")
+        tables.barrier()
+        tables.close()
+
+    with emulation.context() as patch, streams.in_use(patch, None):
+        rs.run_ranks(2, body)
+
+
 # ---- memory that hardware could not address ------------------------------------------------------
 
 _PROGRAM = """
@@ -245,6 +269,10 @@ class Planted(DeviceTables):
             batch = replace(batch, key_of=of_device(mine, batch.key_of))
         if fault == "none":
             batch = replace(batch, ids=of_device(mine, batch.ids))
+        if fault == "alignment":
+            copy = torch.frombuffer(bytearray(8 * batch.ids.numel() + 4), dtype=torch.int64,
+                                    offset=4)
+            batch = replace(batch, ids=copy.copy_(batch.ids))
         return super().lookup(batch)
 
 
@@ -259,8 +287,9 @@ print("done")
 @pytest.mark.parametrize("fault, message", [
     ("neighbours", "a kernel of device {0} accesses the arena of device {1}"),
     ("ids", "a kernel of device {0} accesses memory of device {1}"),
-    ("keys", "host code for device {0} accesses memory of device {0}"), ("none", "")])
-def test_memory_of_another_device(emulation: pytest.MonkeyPatch, fault: str, message: str) -> None:
+    ("keys", "host code for device {0} accesses memory of device {0}"),
+    ("alignment", "a misaligned access"), ("none", "")])
+def test_impossible_accesses(emulation: pytest.MonkeyPatch, fault: str, message: str) -> None:
     process = Forked([sys.executable, "-c", _PROGRAM.format(fault=fault)], text=True,
                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()

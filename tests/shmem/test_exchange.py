@@ -14,7 +14,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import EVERYTHING, evaluate, make_problem
 from oper.shmem.group.groups import ThreadGroup
-from oper.shmem.group.transport import ThreadTransport
+from oper.shmem.group.transport import CollectiveTransport, ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -275,3 +275,21 @@ def test_an_id_out_of_range_releases_the_other_ranks(back_end: BackEnd, domains:
     assert found[2].startswith("InvalidInputError") and "1000000000" in found[2]
     for rank in (0, 1, 3):
         assert found[rank].startswith("PeerLostError") and "rank=2," in found[rank]
+
+
+def test_data_on_another_device_passes_through_a_staging_buffer() -> None:
+    class Memory:
+        def __init__(self, index: int) -> None:
+            self.device = torch.device("cuda", index)
+
+        def numel(self) -> int:
+            return 8
+
+        def __getitem__(self, part: slice) -> "Memory":
+            return self
+
+    transport: Any = object.__new__(CollectiveTransport)
+    transport._device, transport._staging = torch.device("cuda", 0), [Memory(0)]
+    own, other = Memory(0), Memory(1)
+    assert transport._on_device(0, own) is own
+    assert transport._on_device(0, other) is transport._staging[0]

@@ -1,8 +1,10 @@
 // torch operators that create, query and close tables in device memory. Python owns the memory, see
 // oper/shmem/device/tables.py.
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "bindings/device/tables.h"
 #include "common/operators.h"
@@ -26,48 +28,75 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-OnDevice::OnDevice(int64_t index) {
-#if !defined(OPER_EMULATED)
-  check(cudaGetDevice(&before_), "cannot ask for the device");
-  check(cudaSetDevice(static_cast<int>(index)), "cannot choose the tables' device");
-#else
-  (void)index;
-#endif
-}
-
 OnDevice::OnDevice(const Tables& tables) : OnDevice(tables.like->get_device_index()) {
 #if defined(OPER_EMULATED)
   emulation::device = {tables.rank, tables.neighbours};
 #endif
 }
 
-OnDevice::~OnDevice() {
-  if (before_ >= 0) cudaSetDevice(before_);
+bool Prepared::fits(cudaStream_t stream) const {
+  return ready == nullptr || is_captured(stream) == in_graph;
 }
 
 void Prepared::use_on(cudaStream_t stream) {
-  if (ready == nullptr || stream == made_on) return;
-  check(cudaStreamWaitEvent(stream, ready, 0), "cannot wait for a batch that was resolved ahead");
-  used_on = stream;
+  if (ready == nullptr) return;
+  if (stream != last_on) {
+    const char* what = "cannot wait for a batch that was resolved ahead";
+    if (is_used) check(cudaEventRecord(ready, last_on), what);
+    check(cudaStreamWaitEvent(stream, ready, 0), what);
+  }
+  last_on = stream;
+  is_used = true;
 }
 
-Prepared::~Prepared() {
-  if (ready == nullptr) return;
-  // Their memory goes back to the stream `made_on`, whose later work may reuse it. Errors are not
-  // thrown, since this may be the end of the process, and not left for the next launch to report.
-  if (used_on) {
-    int before = -1;
-#if !defined(OPER_EMULATED)
+namespace {
+
+// Memory of a Prepared that is gone, which goes back to the stream `made_on`.
+struct Returned {
+  Tensor bounds, workspace;
+  cudaStream_t made_on, last_on;
+  cudaEvent_t ready;
+  bool in_graph;
+};
+
+// Makes `made_on`, whose later work may reuse the memory, wait for the last use. Returns false if
+// that is not possible yet, since a graph is captured. Errors are not thrown, since this may be the
+// end of the process, and not left for the next launch to report.
+bool order(const Returned& x) {
+  if (x.last_on == x.made_on) return true;
+  try {
     // A default stream is that of the current device.
-    if (cudaGetDevice(&before) == cudaSuccess) cudaSetDevice(bounds.get_device_index());
-#endif
-    if (cudaEventRecord(ready, *used_on) == cudaSuccess)
-      cudaStreamWaitEvent(made_on, ready, 0);
-    else
+    const OnDevice on(x.bounds.get_device_index());
+    if (is_captured(x.made_on) != x.in_graph || is_captured(x.last_on) != x.in_graph)
+      return x.in_graph;  // no other work uses the memory of a complete graph
+    if (cudaEventRecord(x.ready, x.last_on) != cudaSuccess ||
+        cudaStreamWaitEvent(x.made_on, x.ready, 0) != cudaSuccess)
       static_cast<void>(cudaGetLastError());
-    if (before >= 0) cudaSetDevice(before);
+    return true;
+  } catch (...) {
+    return false;
   }
-  cudaEventDestroy(ready);
+}
+
+// Frees memory once its streams are in order: what cannot be freed now, in a later call.
+void give_back(Returned returned) {
+  // Never destroyed: batches may be dropped at the end of the process.
+  static auto& lock = *new std::mutex;
+  static auto& left = *new std::vector<Returned>;
+  std::vector<Returned> done;  // freed after the lock, since tensors may have deleters
+  const std::lock_guard<std::mutex> guard(lock);
+  left.push_back(std::move(returned));
+  const auto first = std::stable_partition(left.begin(), left.end(),
+                                           [](const Returned& x) { return !order(x); });
+  for (auto x = first; x != left.end(); ++x) cudaEventDestroy(x->ready);
+  done.assign(std::make_move_iterator(first), std::make_move_iterator(left.end()));
+  left.erase(first, left.end());
+}
+
+}  // namespace
+
+Prepared::~Prepared() {
+  if (ready != nullptr) give_back({bounds, workspace, made_on, last_on, ready, in_graph});
 }
 
 Tensor Tables::empty(int64_t count, ScalarType type) const {
@@ -81,12 +110,13 @@ Tensor Tables::empty(int64_t count, ScalarType type) const {
 #endif
 }
 
-const KeyMap& Tables::key_map(const Tensor& key_of) {
+const KeyMap& Tables::key_map(const Tensor& key_of, cudaStream_t stream) {
   const int64_t* data = int64_data(key_of);
   const std::vector<int64_t> keys(data, data + key_of.numel());
   const std::lock_guard<std::mutex> lock(keys_lock_);
   for (const KeyMap& known : keys_)
     if (known.keys == keys) return known;
+  if (is_captured(stream)) throw Status{kNotInGraphs, kForKeys};
   std::vector<std::vector<int32_t>> users;  // features of each key, in their order
   int32_t feature = 0;
   for (int32_t logical : context->logical) {
@@ -111,7 +141,6 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   // Copied on the current stream, whose earlier work may still use this memory, and waited for,
   // since later lookups may run on other streams.
   const char* what = "cannot copy the features' keys";
-  const cudaStream_t stream = stream_of(*like);
   copy_to_device(on_device.data_ptr(), words, stream, what);
   check(cudaStreamSynchronize(stream), what);
   keys_.push_back({keys, on_device, static_cast<int64_t>(users.size()), std::move(num_users), most,
@@ -143,7 +172,27 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   return tables_of_device().add(std::move(made));
 }
 
-void device_context_close(int64_t handle) { tables_of_device().close(handle); }
+void device_context_close(int64_t handle) {
+  auto closed = tables_of_device().close(handle);
+  if (closed == nullptr) return;
+  // To free memory on a thread whose device has no context would create one there.
+  const OnDevice on(*closed);
+  closed.reset();
+}
+
+// Allocates the lists of received gradients, if ranks exchange gradients. Returns their size in bytes.
+int64_t device_context_make_lists(int64_t handle) {
+  const OnTables tables(handle);
+  const Context& context = *tables->context;
+  if (context.updates_at_once) return 0;
+  const int64_t num_bytes = lay_out_receive_lists(context, nullptr).bytes;
+  tables->lists = tables->empty(num_bytes, ScalarType::Byte);
+  const cudaStream_t stream = tables.stream();
+  clear_receive_lists(context, lay_out_receive_lists(context, tables->lists->data_ptr()), stream);
+  // Steps may run on other streams.
+  check(cudaStreamSynchronize(stream), "cannot clear device memory");
+  return num_bytes;
+}
 
 // `hook`: address of a Hook, or 0. For the others, see Tables.
 void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges,
@@ -315,6 +364,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
       "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
       "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
+  OPER_OPERATOR(device_context_make_lists, "(int handle) -> int");
   OPER_OPERATOR(
       device_context_set_points,
       "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "

@@ -2,6 +2,7 @@
 // except those that read what updates have done.
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "bindings/device/tables.h"
 #include "common/key_rules.h"
@@ -51,12 +52,18 @@ std::vector<int64_t> device_keys_num_bytes(int64_t rank, int64_t world_size, int
 int64_t device_keys_open(int64_t tables, std::vector<int64_t> arenas, int64_t seen_bytes,
                          Tensor rules, Tensor numbers, std::vector<int64_t> table_of) {
   const OnTables of(tables);
-  return collections().add(std::make_shared<KeyTables>(
-      arenas, of->context->view.rank, seen_bytes, key_rules_of(rules, numbers), table_of,
-      of.stream()));
+  auto made = std::make_shared<KeyTables>(arenas, of->context->view.rank, seen_bytes,
+                                          key_rules_of(rules, numbers), table_of, of.stream());
+  made->device = of->like->get_device_index();
+  return collections().add(std::move(made));
 }
 
-void device_keys_close(int64_t handle) { collections().close(handle); }
+void device_keys_close(int64_t handle) {
+  auto closed = collections().close(handle);
+  if (closed == nullptr) return;
+  const OnDevice on(closed->device);  // as in device_context_close
+  closed.reset();
+}
 
 // Returns the rows of the ids, int64 [N]; with `lists` what the update needs of them, see ListedIds,
 // int64 [N] and int32 [N]; and a code: not 0 for a batch that the lookup will refuse, which then has no

@@ -124,7 +124,7 @@ int64_t map(const Allocations& made, const std::vector<Part>& parts, int device)
 std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
                                           int64_t device) {
   const OnDevice on(device);
-  cudaFree(nullptr);  // makes the context current
+  check(cudaFree(nullptr), "cannot use the device");  // makes its context current
   const std::vector<Part> parts = cut(bytes, host_ranges);
   Allocations allocations;
   std::vector<int64_t> made{0};

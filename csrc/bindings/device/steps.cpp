@@ -110,7 +110,7 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   const Context& context = *tables.context;
   auto made = std::make_shared<Prepared>();
   made->bounds = bounds;
-  made->keys = &tables.key_map(x.key_of);
+  made->keys = &tables.key_map(x.key_of, stream);
   made->ids = x.ids.data_ptr();
   made->weights = x.weights ? x.weights->data_ptr() : nullptr;
   made->max_pairs = x.ids.numel() * made->keys->most;
@@ -124,7 +124,7 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
     throw Status{kTooManyIds, x.ids.numel()};
   made->stages_local = pays_to_stage(tables);
   made->by_pair = made->stages_local || tables.gathers;
-  made->made_on = stream;
+  made->made_on = made->last_on = stream;
   made->workspace =
       tables.empty(lay_out(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
   return made;
@@ -168,7 +168,7 @@ class UnderWay {
   explicit UnderWay(const Call& call) : tables_(call.tables) {
     // Exchanges and counters wait for the device.
     if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
-      throw Status{kNotInGraphs, 0};
+      throw Status{kNotInGraphs, kForOthers};
     tables_.received = {};
     tables_.current = &call;
   }
@@ -226,6 +226,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
   const int64_t num_keys = (call.batch.num_bounds - 1) / std::max<int64_t>(1, x.batch_size);
   if (num_keys == 0 || (keys.is_whole && num_keys == static_cast<int64_t>(keys.keys.size())))
     return x.ids.numel();
+  if (is_captured(call.stream)) throw Status{kNotInGraphs, kForRows};
   const std::vector<int64_t> begin =
       ids_before_keys(call.prepared.bounds, x.batch_size, call.stream);
   int64_t rows = 0;
@@ -267,7 +268,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
                                                      std::shared_ptr<Prepared> prepared) {
   const cudaStream_t stream = stream_of(*tables.like);
   stop_at_errors(tables, collective);
-  if (!prepared)
+  if (!prepared || !prepared->fits(stream))
     prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
   Call call = call_of(tables, x, *prepared, stream);
   const UnderWay under_way(call);
@@ -345,6 +346,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     check(cudaEventCreateWithFlags(&prepared->ready, cudaEventDisableTiming),
           "cannot create an event");
     check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
+    prepared->in_graph = is_captured(stream);
     using Held = std::shared_ptr<Prepared>;
     const Tensor bounds = prepared->bounds;
     const Tensor held = tensor_at(new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte,
@@ -359,9 +361,10 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
 std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Tensor& offsets,
                                        const std::optional<Tensor>& addresses,
                                        cudaStream_t stream) {
-  if (auto ahead = made_ahead(addresses)) return ahead;
+  if (auto ahead = made_ahead(addresses); ahead && ahead->fits(stream)) return ahead;
   const auto& kept = tables.kept;
-  if (kept && kept->bounds.data_ptr() == offsets.data_ptr() && kept->ids == x.ids.data_ptr() &&
+  if (kept && kept->fits(stream) && kept->bounds.data_ptr() == offsets.data_ptr() &&
+      kept->ids == x.ids.data_ptr() &&
       kept->weights == (x.weights ? x.weights->data_ptr() : nullptr))
     return kept;
   return prepare(tables, x, offsets, stream);
@@ -423,27 +426,15 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   });
 }
 
-ReceiveLists receive_lists_of(Tables& tables, cudaStream_t stream) {
-  const Context& context = *tables.context;
-  const bool is_new = !tables.lists;
-  if (is_new)
-    tables.lists = tables.empty(lay_out_receive_lists(context, nullptr).bytes, ScalarType::Byte);
-  const ReceiveLists lists = lay_out_receive_lists(context, tables.lists->data_ptr());
-  if (is_new)
-    check(cudaMemsetAsync(lists.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
-          "cannot clear device memory");
-  return lists;
-}
-
 // Exchanges gradients; updates rows, replicas and directories of keys.
 void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
-  call.lists = receive_lists_of(tables, call.stream);
+  STD_TORCH_CHECK(tables.lists, "internal: tables that are not trained got gradients");
+  call.lists = lay_out_receive_lists(call.context, tables.lists->data_ptr());
   const ReceiveLists& lists = *call.lists;
-  // Later steps reuse the lists only if this one succeeds, since a failed step leaves chains in it.
-  std::optional<Tensor> memory = std::move(tables.lists);
-  tables.lists = std::nullopt;
+  if (tables.has_chains) clear_receive_lists(call.context, lists, call.stream);
+  tables.has_chains = true;  // unless this step succeeds
   at(tables, Point::kGradients);
   barrier(call);
   if (keys) update_keys(call, *keys);
@@ -464,7 +455,7 @@ void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>&
   refresh(call.launch());
   if (keys) begin_rows(call.launch(), keys->keys->view);
   if (tables.shares || keys) barrier(call);
-  tables.lists = std::move(memory);
+  tables.has_chains = false;
 }
 
 std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor> grads, Tensor ids,

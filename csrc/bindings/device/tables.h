@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -24,10 +25,17 @@ namespace oper::device {
 // `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 21,   // the hook has failed; Python keeps the exception
-  kNotInGraphs = 22,   // the step would wait for the device, but is captured in a CUDA graph
+  kNotInGraphs = 22,   // the step would wait for the device, but is captured; detail: a Wait
   kNewArguments = 23,  // the optimizers' arguments have changed, but the step is captured, too
   kTooManyIds = 24,
   kIdsWithoutBags = 25
+};
+
+// Why a step would wait for the device.
+enum Wait : int64_t {
+  kForOthers,  // exchanges between memory domains, and counters
+  kForRows,    // the number of output rows, which only the device knows
+  kForKeys     // the copy of a KeyMap, which the first lookup with these keys makes
 };
 
 // The points of a step at which it calls the hook, a Python function; oper/shmem/device/steps.py
@@ -72,16 +80,23 @@ struct Prepared {
   bool by_pair;               // whether any rows are staged
   bool is_planned = false;    // whether the plan has been launched
   bool is_swapped = false;    // see SortedPairs
-  cudaStream_t made_on = nullptr;
-  std::optional<cudaStream_t> used_on;  // torch's default stream is a null pointer, too
-  cudaEvent_t ready = nullptr;  // recorded by `lookup_resolve`: other streams wait for it
+  cudaStream_t made_on = nullptr, last_on = nullptr;  // the streams that made it and used it last
+  // Of `lookup_resolve`, else null: another stream that uses it waits for this event, which is recorded
+  // again once it was used, since a use may write to the plan and to the places of staged rows.
+  cudaEvent_t ready = nullptr;
+  bool is_used = false;
+  bool in_graph = false;        // whether `lookup_resolve` was captured
 
   Prepared() = default;
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
   ~Prepared();
-  // Called before it is used on `stream`: makes that wait until it is ready. When it is destroyed,
-  // `made_on` waits for `stream` before it reuses the memory.
+  // Whether a step on `stream` may use it. A step that is captured resolves a batch anew that was
+  // resolved ahead outside of the graph: a graph cannot wait for earlier work, and its replays find
+  // other ids in the batch's memory.
+  bool fits(cudaStream_t stream) const;
+  // Called before it is used on `stream`: makes that wait for the stream that used it before. When it
+  // is destroyed, `made_on` waits for the last one before it reuses the memory.
   void use_on(cudaStream_t stream);
 };
 
@@ -125,7 +140,10 @@ struct Tables {
   int64_t num_forward = 0;            // forward passes
   std::vector<double> staged;         // the optimizers' arguments that are on the device
   bool all_row_wise_adagrad = false;  // see Launch
-  std::optional<Tensor> lists;        // memory of the ReceiveLists
+  // Memory of the ReceiveLists, if gradients are exchanged; and whether a step that has failed may have
+  // left chains in it.
+  std::optional<Tensor> lists;
+  bool has_chains = false;
   std::shared_ptr<Prepared>
       kept;  // from the last collective forward pass
   std::optional<KeyUpdate> key_update;
@@ -137,8 +155,9 @@ struct Tables {
   uint64_t neighbours = 0;  // bit r: it can address the arena of device r
 #endif
 
-  // A KeyMap, which is kept. `key_of`: int64 [F of the collection].
-  const KeyMap& key_map(const Tensor& key_of);
+  // A KeyMap, which is kept. `key_of`: int64 [F of the collection]. Throws a Status if `stream` is
+  // captured and the map is new.
+  const KeyMap& key_map(const Tensor& key_of, cudaStream_t stream);
   // An uninitialised tensor [count] on the tables' device.
   Tensor empty(int64_t count, ScalarType type) const;
 
@@ -199,14 +218,22 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
 // Makes a device the current one, until it is destroyed.
 class OnDevice {
  public:
-  explicit OnDevice(int64_t index);
+  explicit OnDevice([[maybe_unused]] int64_t index)
+#if !defined(OPER_EMULATED)
+      : guard_(static_cast<int32_t>(index))
+#endif
+  {
+  }
   explicit OnDevice(const Tables& tables);
-  ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
+#if !defined(OPER_EMULATED)
  private:
-  int before_ = -1;
+  // torch's: to go back to a device on which this process has no context does not create one, which
+  // would take memory on the first GPU for every process of a machine.
+  const torch::stable::accelerator::DeviceGuard guard_;
+#endif
 };
 
 // The tables of an operator, whose device is the current one while it runs.

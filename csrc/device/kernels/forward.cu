@@ -89,7 +89,10 @@ struct Pool {
 #pragma unroll
     for (int t = 0; t < kSlots; ++t) start(group.shuffle(address, t), is_set(coming, t));
     const bool is_weighted = a.batch.weights != nullptr;
-    for (int left = group.most(stop - i); left > 0; left -= Shape::G, i += Shape::G) {
+    // In lockstep other groups may have more ids: then `i` stays at `stop`, so that indices do not
+    // pass 2^31.
+    for (int left = group.most(stop - i); left > 0;
+         left -= Shape::G, i = stop - i > Shape::G ? i + Shape::G : stop) {
       const int n = left < Shape::G ? left : Shape::G;
       const unsigned there = coming;
       const float weight =

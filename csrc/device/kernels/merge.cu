@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
     Row<Shape> row;
     optimizer.load_row(slot, row);
     optimizer.apply(g, squares, row, facts_of<typename Shape::T>(table, optimizer.kind(), slot));
-    if (table.has_replicas && group.lane == 0) note_touched(a.view, table, t, slot);
+    if (table.has_replicas && group.lane == 0) note_touched(a.view, table, slot);
   });
 }
 

@@ -151,10 +151,12 @@ int64_t sort_scratch_bytes(int64_t count) {
   size_t sort = 0, select = 0;
   cub::DoubleBuffer<uint64_t> keys(nullptr, nullptr);
   cub::DoubleBuffer<uint32_t> payloads(nullptr, nullptr);
-  cub::DeviceRadixSort::SortPairs(nullptr, sort, keys, payloads, count);
-  cub::DeviceSelect::If(nullptr, select, thrust::counting_iterator<uint32_t>(0),
-                        static_cast<uint32_t*>(nullptr), static_cast<int64_t*>(nullptr), count,
-                        BeginsRun{});
+  const char* what = "cannot ask for the memory that sorting needs";
+  check(cub::DeviceRadixSort::SortPairs(nullptr, sort, keys, payloads, count), what);
+  check(cub::DeviceSelect::If(nullptr, select, thrust::counting_iterator<uint32_t>(0),
+                              static_cast<uint32_t*>(nullptr), static_cast<int64_t*>(nullptr),
+                              count, BeginsRun{}),
+        what);
   const size_t most = std::max(sort, select);
   known[next] = {count, static_cast<int64_t>(most)};
   next = (next + 1) % 4;
@@ -164,16 +166,18 @@ int64_t sort_scratch_bytes(int64_t count) {
 bool kernels_overlap() {
   static const bool overlap = [] {
     int device = 0, major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    const char* what = "cannot ask for the device's properties";
+    check(cudaGetDevice(&device), what);
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), what);
     // Code that was compiled for older devices does not wait for the earlier kernel, see
     // platform.cuh.
     cudaFuncAttributes code{};
     // For compute-sanitizer's racecheck, which does not track launches that overlap.
     const char* chosen = std::getenv("OPER_DEVICE_OVERLAP");
     if (chosen && std::strcmp(chosen, "0") == 0) return false;
-    return major >= 9 && cudaFuncGetAttributes(&code, write_bounds_kernel) == cudaSuccess &&
-           code.ptxVersion >= 90;
+    if (major < 9) return false;
+    check(cudaFuncGetAttributes(&code, write_bounds_kernel), what);
+    return code.ptxVersion >= 90;
   }();
   return overlap;
 }
@@ -181,9 +185,10 @@ bool kernels_overlap() {
 int64_t resident_threads() {
   static int threads = [] {
     int device = 0, count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return (count > 0 ? count : 1) * 512;
+    const char* what = "cannot ask for the device's properties";
+    check(cudaGetDevice(&device), what);
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), what);
+    return count * 512;
   }();
   return threads;
 }
@@ -217,7 +222,7 @@ int blocks_for(int64_t groups, int64_t per_block) {
   // Tests change the grid to verify that results do not depend on it.
   const char* chosen = std::getenv("OPER_DEVICE_THREADS");
   const int64_t threads = chosen ? std::strtoll(chosen, nullptr, 10) : resident_threads();
-  const int64_t most = 8 * threads / 256;
+  const int64_t most = std::max<int64_t>(1, 8 * threads / 256);
   const int64_t wanted = (groups + per_block - 1) / per_block;
   return static_cast<int>(wanted < 1 ? 1 : wanted < most ? wanted : most);
 }

@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
       if (own_from != 0) {
         const uint32_t units =
             static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);
-        own_place = atomicAdd(a.plan.staged, units);
-        if (static_cast<int64_t>(own_place) + units > limit) own_place = kNotStaged;
+        const int64_t before = static_cast<int64_t>(
+            atomicAdd(a.plan.staged, static_cast<unsigned long long>(units)));
+        if (before + units <= limit) own_place = static_cast<uint32_t>(before);
       }
     }
     RawRow<Shape, T> rows[kStaged<Shape>];
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
 
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream) {
   clear(plan.places, 0xff, 4 * batch.max_pairs, stream);
-  clear(plan.staged, 0, 4, stream);
+  clear(plan.staged, 0, 8, stream);
 }
 
 void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,

@@ -12,10 +12,8 @@ namespace {
 
 // Whether a table is frozen: then its optimizer's arguments are those of no optimizer.
 OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const KeyTable& table) {
-  for (int32_t f = 0; f < view.num_features; ++f)
-    if (view.features[f].logical == table.rows.feature)
-      return optimizers[view.features[f].table].optimizer.kind == Optimizer::kNone;
-  return false;
+  const Feature& piece = view.features[view.first_piece[table.rows.feature]];
+  return optimizers[piece.table].optimizer.kind == Optimizer::kNone;
 }
 
 // One block begins the update: writes the bounds of the received keys, and advances clocks. If a
@@ -200,8 +198,8 @@ OPER_DEVICE void begin_state(const Group<32>& warp, float* state, StateWidth wid
 // Initialises one row in all column pieces, where this rank holds them.
 OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const RowRules& rules,
                               int64_t row, int64_t key) {
-  for (int32_t f = 0; f < view.num_features; ++f) {
-    if (view.features[f].logical != rules.feature) continue;
+  const int32_t* const pieces = view.first_piece + rules.feature;
+  for (int32_t f = pieces[0]; f < pieces[1]; ++f) {
     const int32_t index = view.features[f].table;
     const Table& table = view.tables[index];
     const int64_t home = locate(table.home, row);
@@ -213,10 +211,10 @@ OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const Row
       begin_state(warp, table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
       if (view.changed != nullptr && warp.lane == 0) mark_changed(view, index, slot);
     }
-    for (int32_t k = 0; k < view.num_refreshes; ++k) {
+    for (int32_t k = table.refresh_begin; k < table.refresh_end; ++k) {
       const Refresh& part = view.refreshes[k];
-      if (part.table == index && part.replicas != nullptr && part.owner == owner &&
-          part.slot_begin <= slot && slot < part.slot_end)
+      if (part.replicas != nullptr && part.owner == owner && part.slot_begin <= slot &&
+          slot < part.slot_end)
         begin_row(warp, table, rules, key,
                   part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes);
     }

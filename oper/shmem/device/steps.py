@@ -29,6 +29,17 @@ _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # Status codes in addition to `Status`, numbered as in csrc/bindings/device/tables.h.
 _NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
+# Why a step would wait for the device, by detail of _NOT_IN_GRAPHS: the parts of the message.
+_WAITS = (
+    ("tables", "several memory domains, or transfers are counted",
+     "one memory domain without counting, since both wait for the device",
+     "run such steps outside of graphs"),
+    ("output rows of an unpooled lookup", "known to the device only",
+     "as many as ids: every key of the batch has exactly one feature",
+     "run such lookups outside of graphs, or leave keys without features out of the batch"),
+    ("keys of the batch", "new: no earlier lookup had them in this order",
+     "keys in the order of an earlier lookup, which copies that order to the device",
+     "look up a batch with these keys before the capture"))
 # The keys of a batch may take 1 / KEYS_SHARE of the send buffer's size. Owners, who receive the
 # keys of all W ranks, briefly need W times as much.
 KEYS_SHARE = 64
@@ -162,10 +173,7 @@ class DeviceSteps:
 def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
     """Raise the error for a status code by which an operator stopped; returns for other codes."""
     if code == _NOT_IN_GRAPHS:
-        raise OperError("cannot capture a lookup in a graph", "tables",
-                        "several memory domains, or transfers are counted",
-                        "one memory domain without counting, since both wait for the device",
-                        "run such steps outside of graphs")
+        raise OperError("cannot capture a lookup in a graph", *_WAITS[detail])
     if code == _NEW_ARGUMENTS:
         raise OperError(
             "cannot capture an update of the tables in a graph", "optimizers", optimizers,

@@ -32,7 +32,7 @@ from oper.shmem.memory.device_heap import release
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.passes import Backward
 from oper.shmem.placement.send_buffer import reserved_bytes
-from oper.shmem.settings import deadline_s, send_buffer_bytes
+from oper.shmem.settings import SEND_BUFFER_ENV, deadline_s, send_buffer_bytes
 from oper.shmem.tables import ShardedTables
 from oper.support.processes import when_dropped
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
@@ -65,7 +65,7 @@ class DeviceTables(ShardedTables):
     """
 
     _plan_attributes = (*ShardedTables._plan_attributes, "arenas", "order", "updates_at_once",
-                    "num_squares", "_steps")
+                    "num_squares", "_list_bytes", "_steps")
     _exchange: DeviceExchange | None
     on_device = True
     shares_bags = False
@@ -143,6 +143,7 @@ class DeviceTables(ShardedTables):
             self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
+        self._list_bytes = self._make_lists(handle)
         self.num_squares = max((self.rounds_of_squares(d.table.name) for d in self.directories
                                  if d.dim != d.table.dim), default=0)
         if self._exchange is not None:
@@ -151,6 +152,32 @@ class DeviceTables(ShardedTables):
         self._steps.attach(handle)
         self._set_pull(handle)
         return handle
+
+    def _make_lists(self, handle: int) -> list[int]:
+        """Allocate the lists of the gradients that this rank receives; returns the size of each
+        rank's lists in bytes. Collective."""
+        num_bytes, problem = 0, ""
+        if self.optimizers is not None:
+            try:
+                num_bytes = torch.ops.oper.device_context_make_lists(handle)
+            except RuntimeError as error:
+                problem = str(error).splitlines()[0]
+        everyone = self.group.all_gather((num_bytes, problem))
+        problems = [(rank, found) for rank, (_, found) in enumerate(everyone) if found]
+        if problems:
+            torch.ops.oper.device_context_close(handle)
+            raise OperError("cannot train tables in device memory", "rank, error", problems[0],
+                            "memory for the lists of received gradients, 4 bytes per row that a "
+                            "rank owns and 8 per gradient",
+                            f"use more ranks, or a smaller {SEND_BUFFER_ENV}")
+        return [size for size, _ in everyone]
+
+    def memory_bytes(self) -> dict[str, list[int]]:
+        """See `ShardedTables.memory_bytes`; includes the lists of the gradients that a rank
+        receives, which take 4 bytes per row that it owns and 8 bytes per gradient."""
+        found = super().memory_bytes()
+        found["device"] = [a + b for a, b in zip(found["device"], self._list_bytes, strict=True)]
+        return found
 
     def _set_pull(self, handle: int) -> None:
         choice = -1 if self._deduplicate is None else int(self._deduplicate)

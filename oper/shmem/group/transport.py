@@ -140,9 +140,10 @@ class _MonitoredTransport(Transport):
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
         """Return `data` if it is on the transport's device, else a staging buffer of its size."""
-        if self._device.type == data.device.type:
+        if data.device == self._device:
             return data
-        if self._staging[place].numel() < data.numel() or self._staging[place].device.type == "cpu":
+        staging = self._staging[place]
+        if staging.numel() < data.numel() or staging.device != self._device:
             self._staging[place] = torch.empty(data.numel() * 5 // 4 + 64, dtype=torch.uint8,
                                                device=self._device)
         return self._staging[place][:data.numel()]
