@@ -320,7 +320,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The features allowed when the plan was made, and those that edits of the file have added.
-    allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
+    allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(
+        plan, (t.spec.name for t in problem.free_tables))
     return plan, replace(problem, allow=allow, fallback=problem.fallback - allow,
                          message_bits=plan.message_bits)
 
