@@ -105,13 +105,16 @@ def make_plan(
     """
     tables = list(tables)
 
-    def plan_on(machine: Topology) -> Plan:
+    def plan_on(machine: Topology, share: float = 1.0) -> Plan:
+        limit = time_budget_s
+        if limit is not None and _ABOVE_0.allows(limit, float):  # `plan_problem` refuses others
+            limit *= share
         problem = make_problem(tables, stats, machine, objective=objective, batch_size=batch_size,
                                allow=allow, constraints=constraints)
         problem = replace(with_overlap(problem, overlap),
                           message_bits=MessageBits.parse(message_bits))
-        return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
-                            target_gap=target_gap, seed=seed, message_variance=message_variance)
+        return plan_problem(problem, effort=effort, time_budget_s=limit, target_gap=target_gap,
+                            seed=seed, message_variance=message_variance)
 
     if synchronize_every is None:
         require("cannot plan replica groups", "give synchronize_every as well", (

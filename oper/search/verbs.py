@@ -69,10 +69,10 @@ def run_plan(args: argparse.Namespace) -> int:
         return replace(with_overlap(problem, parse_argument(args.overlap)),
                        message_bits=_message_bits(args))
 
-    def plan_on(machine: Topology) -> Plan:
-        return plan_problem(problem_on(machine), effort=args.effort,
-                            time_budget_s=args.time_budget, target_gap=args.target_gap,
-                            seed=args.seed,
+    def plan_on(machine: Topology, share: float = 1.0) -> Plan:
+        seconds = None if args.time_budget is None else args.time_budget * share
+        return plan_problem(problem_on(machine), effort=args.effort, time_budget_s=seconds,
+                            target_gap=args.target_gap, seed=args.seed,
                             start=None if args.start is None else Plan.load(args.start),
                             message_variance=args.message_variance)
 
