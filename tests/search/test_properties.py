@@ -315,6 +315,13 @@ def test_some_rows_without_replicas():
     assert any(x.placement == "replicated" for x in plan.table(big).tiers), "there is room"
 
 
+def test_rows_without_replicas_are_in_an_allowed_mode():
+    big, problem = stated({"replicate": [[5, 50]], "modes": ["push"]}, allow=EVERYTHING)
+    tiers = [x for piece in plan_problem(problem, time_budget_s=1.0).table(big).pieces
+             for x in piece.tiers]
+    assert {x.mode for x in tiers if x.placement != "replicated"} == {"push"}
+
+
 @pytest.mark.parametrize(("held", "word"), [
     ({"pinned": [OWNED, {**OWNED, "rows": [39, 50]}]}, "do not overlap"),
     ({"pinned": [{**OWNED, "rows": [3, 10**7]}]}, "within 0"),
@@ -332,6 +339,7 @@ def test_some_rows_without_replicas():
     ({"pinned": [{"rows": [0, 5]}]}, r"missing keys=.*pinned\[0\]\.place"),
     ({"replicate": [[1, 2.5]]}, r"replicate\[0\]\[1\]=2\.5, expected an integer"),
     ({"replicate": [[7, 3]]}, "replicate"),
+    ({"replicate": [[3, 7]], "placements": ["replicated"]}, "striped or owned as well"),
 ])
 def test_contradictions_are_named(held, word):
     with pytest.raises((InvalidInputError, PlanError), match=word):
