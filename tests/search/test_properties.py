@@ -259,6 +259,16 @@ def test_copies_reduce_bytes_between_hosts(topology):
     assert {r for ranks in copies for r in ranks} == set(range(saved.world_size))  # dealt
 
 
+def test_tables_are_cut_for_copies_only_where_that_pays():
+    """A second tier takes time for every id of its table."""
+    specs, stats = tables_and_stats(20, 0, lengths=(4, 20, 50))
+    topology = gpus(8, per_host=4)
+    stated = make_problem(specs, stats, replace(topology, costs=replace(
+        topology.costs, id_ns=2.0, tier_ns=1.0)), batch_size=2048, allow=PER_HOST)
+    plan = plan_problem(stated)
+    assert "per_host" in used_features(plan) and 0 <= plan.gap < 0.03
+
+
 def test_default_space_by_topology():
     assert executed_space(Topology.this_host(4)) == EXECUTABLE
     assert executed_space(gpus(8)) == EXECUTABLE | {"push"}
