@@ -110,11 +110,14 @@ class TableProblem:
     default_share: float | None = None
 
     @property
+    def num_bags(self) -> float:
+        """Expected bags per rank and batch. Every id of an unpooled table is one, as at runtime."""
+        return self.traffic.num_ids if self.spec.pooling == "none" else self.traffic.num_bags
+
+    @property
     def num_outputs(self) -> float:
         """Rows of output per rank and batch."""
-        traffic = self.traffic
-        return (traffic.num_ids if self.spec.pooling == "none"
-                else traffic.num_bags * traffic.samples_per_bag)
+        return self.num_bags * self.traffic.samples_per_bag
 
     @cached_property
     def blocks(self) -> np.ndarray:
