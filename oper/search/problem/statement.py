@@ -489,7 +489,7 @@ def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size:
     if lengths.size > _MOST_LENGTHS:  # those within 5 % of each other are replaced by their mean
         level = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05))
         _, group = np.unique(level, return_inverse=True)
-        total = np.bincount(group, parts)
+        total = np.bincount(group, parts).astype(float)
         lengths, parts = np.bincount(group, parts * lengths) / np.maximum(total, 1e-300), total
     num_bags = batch_size * per_sample * share
     return Traffic(num_bags * float(lengths @ parts), num_bags, lengths, parts, 1 / share)
