@@ -16,7 +16,7 @@ from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, TablePlan, uniform_plan
 from oper.ranges import Rule
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
-from oper.search.certificate.carried import is_for, proof_of, with_bound
+from oper.search.certificate.carried import as_bounded, is_for, proof_of, with_bound
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.cost.space import outside_space
 from oper.search.explain.infeasible import explain_bound, explain_plan
@@ -105,13 +105,16 @@ def make_plan(
     """
     tables = list(tables)
 
-    def plan_on(machine: Topology) -> Plan:
+    def plan_on(machine: Topology, share: float = 1.0) -> Plan:
+        limit = time_budget_s
+        if limit is not None and _ABOVE_0.allows(limit, float):  # `plan_problem` refuses others
+            limit *= share
         problem = make_problem(tables, stats, machine, objective=objective, batch_size=batch_size,
                                allow=allow, constraints=constraints)
         problem = replace(with_overlap(problem, overlap),
                           message_bits=MessageBits.parse(message_bits))
-        return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
-                            target_gap=target_gap, seed=seed, message_variance=message_variance)
+        return plan_problem(problem, effort=effort, time_budget_s=limit, target_gap=target_gap,
+                            seed=seed, message_variance=message_variance)
 
     if synchronize_every is None:
         require("cannot plan replica groups", "give synchronize_every as well", (
@@ -273,8 +276,8 @@ def _made(tables: tuple[TablePlan, ...], problem: Problem, step_us: float, parts
 def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
     """Whether a plan with this evaluation fits the memory, uses only allowed features and satisfies
     the constraints."""
-    return found.fits and used_features(plan) <= problem.allow and not violations(
-        plan, problem.constraints)
+    used = used_features(plan, (t.spec.name for t in problem.free_tables))
+    return found.fits and used <= problem.allow and not violations(plan, problem.constraints)
 
 
 def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
@@ -343,6 +346,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     if max_work is None:
         max_work = _WORK if deadline is None else sys.maxsize
+    problem = as_bounded(plan, problem)
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,

@@ -44,7 +44,7 @@ _SLOT_BYTES = 4  # size of a row's slot in a synchronization
 
 
 def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
-                stats: AccessStats | None, make: Callable[[Topology], Plan]) -> Plan:
+                stats: AccessStats | None, make: Callable[[Topology, float], Plan]) -> Plan:
     """Return a plan for the ranks of one group, for the best number of groups.
 
     Args:
@@ -53,7 +53,7 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
             rows are sent, see `oper.shard`.
         bits: bits per number in messages between groups, see `oper.shard`.
         stats: access statistics; None = all rows of a table are equally hot.
-        make: returns a training plan for a topology.
+        make: returns a training plan for (a topology, the share of the time that it may take).
 
     Returns:
         The plan, with `replica_groups`, `synchronize_every`, `synchronize_delay` and
@@ -75,9 +75,10 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
     compared: list[dict[str, Any]] = []
     infeasible: PlanInfeasibleError | None = None
     left_out: list[str] = []
-    for count in (k for k in range(1, topology.num_hosts + 1) if topology.num_hosts % k == 0):
+    counts = [k for k in range(1, topology.num_hosts + 1) if topology.num_hosts % k == 0]
+    for count in counts:
         try:
-            plan = make(topology.divided(count))
+            plan = make(topology.divided(count), 1 / len(counts))
         except PlanInfeasibleError as error:
             infeasible = infeasible or error
             continue

@@ -69,10 +69,10 @@ def run_plan(args: argparse.Namespace) -> int:
         return replace(with_overlap(problem, parse_argument(args.overlap)),
                        message_bits=_message_bits(args))
 
-    def plan_on(machine: Topology) -> Plan:
-        return plan_problem(problem_on(machine), effort=args.effort,
-                            time_budget_s=args.time_budget, target_gap=args.target_gap,
-                            seed=args.seed,
+    def plan_on(machine: Topology, share: float = 1.0) -> Plan:
+        seconds = None if args.time_budget is None else args.time_budget * share
+        return plan_problem(problem_on(machine), effort=args.effort, time_budget_s=seconds,
+                            target_gap=args.target_gap, seed=args.seed,
                             start=None if args.start is None else Plan.load(args.start),
                             message_variance=args.message_variance)
 
@@ -320,7 +320,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The features allowed when the plan was made, and those that edits of the file have added.
-    allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
+    allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(
+        plan, (t.spec.name for t in problem.free_tables))
     return plan, replace(problem, allow=allow, fallback=problem.fallback - allow,
                          message_bits=plan.message_bits)
 

@@ -305,6 +305,30 @@ def test_verb_verify(stats_file, printed, tmp_path) -> None:
         *words, "--batch-size", 513, status=1)
 
 
+def test_pins_of_whole_tables_do_not_widen_the_space(stats_file, printed, tmp_path) -> None:
+    """The plan copies a table to some of the ranks, which its space does not include."""
+    specs, stats = tables_and_stats(5, 2)
+    pin = {"tiers": [{"rows": [0, specs[0].num_rows], "place": "replicated", "ranks": [0, 1]}]}
+    problem = make_problem(specs, stats, topology_preset("h100-8"), batch_size=512,
+                           constraints={"tables": {specs[0].name: pin}})
+    plan = plan_problem(problem)
+    plan.save(tmp_path / "plan.json")
+    assert "verified" in printed("verify", tmp_path / "plan.json", "--stats", stats_file)
+    assert plan_problem(problem, seed=1, target_gap=plan.gap, start=plan).tables == plan.tables
+
+
+def test_plans_that_need_host_memory_are_certified() -> None:
+    """The problem allows it only because nothing else fits."""
+    specs, stats = tables_and_stats(3, 5, min_rows=2000)
+    need = sum(s.num_rows * s.row_bytes for s in specs)
+    topology = with_host_memory(gpus(2, memory_bytes=0.3 * need))
+    problem = make_problem(specs, stats, topology, objective="inference", batch_size=64)
+    plan = plan_problem(problem)
+    assert "host" in set(plan.notes["allow"]) - problem.allow
+    assert verify_plan(plan, problem).certified and "not certified" not in summary(plan, problem)
+    assert verify_plan(tighten_bound(plan, problem, max_work=0), problem).certified
+
+
 # ---- the relaxation, compared with the cost model cost by cost -----------------------------------
 
 FIELDS = [f.name for f in fields(Costs) if f.name != "phase_us"]

@@ -18,7 +18,7 @@ from oper.errors import (
 )
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.rows.traffic import KIND, link_classes
+from oper.rows.traffic import KIND, SENT, link_classes
 from oper.search import evaluate, make_plan, make_problem, summary, topology_preset
 from oper.search.cost.evaluation import Phase
 from oper.search.explain.bottleneck import bottlenecks, describe
@@ -31,7 +31,8 @@ from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
 from oper.search.replay.realized import RealizedLoad, StepLoad
 from oper.search.replay.simulate import Bags, RankBatch, Replay
-from oper.search.replay.timeline import DENSE, LOOKUPS, Schedule, run
+from oper.search.replay.timeline import DENSE, LANES, LOOKUPS, Schedule, run
+from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology
@@ -428,6 +429,31 @@ def test_rows_between_two_gpus_are_the_distinct_ones() -> None:
         "own rank": 0, "memory domain": 0, "host": 4 * spec.row_bytes, "cross host": 0}
 
 
+def test_only_ranks_with_a_copy_update_it() -> None:
+    topology = gpus(4, per_host=2)
+    problem, chances = stated(replace(topology, costs=replace(topology.costs, refresh_ns=50.0)))
+    entries = [TablePlan(t.spec, (Piece(0, t.spec.dim, (
+        Tier(0, t.spec.num_rows, "replicated", (0, 2)),)),)) for t in problem.tables]
+    plan = Plan(4, tuple(entries))
+    predicted = evaluate(plan, problem).phases[-1]
+    real = RealizedLoad(plan, problem).step(draw(problem, chances, np.random.default_rng(0)))
+    for phase in (predicted, real.phases[-1]):
+        refreshing = phase.units[Term.COMPUTE] > 1e4
+        assert refreshing.tolist() == [True, False, True, False]
+
+
+def test_every_id_of_an_unpooled_table_is_a_bag() -> None:
+    """Its owner sends a row for each, as the cost model counts."""
+    problem, _ = stated(gpus(2, per_host=1))
+    spec = replace(problem.tables[0].spec, pooling="none")
+    plan = Plan(2, (TablePlan(spec, (Piece(0, spec.dim, (
+        Tier(0, spec.num_rows, "owned", (1,), mode="push"),)),)),))
+    lookups = [{"f0": Bags(np.array([5, 5, 7, 9]), np.array([3, 1]))}, {}]
+    assert Replay(plan, domain_of=[0, 1]).step(lookups)[0].counts[KIND["partial_sums"], 0, 1] == 4
+    sent = WireReplay(plan, [0, 1]).step(lookups)
+    assert sent[SENT.index("partial_sums"), 1, 0] == 4 * 4 * spec.dim
+
+
 def test_links_have_classes() -> None:
     assert link_classes(4, gpus(4, per_host=2))[0].tolist() == [0, 2, 3, 3]
     assert link_classes(2, host(2)).tolist() == link_classes(2).tolist() == [[0, 1], [1, 0]]
@@ -475,6 +501,15 @@ def test_barriers_are_those_of_the_runtime() -> None:
     assert late.ends_us == pytest.approx([52 + 7 + 10])
     pushed = run([STEP], Schedule(True, has_push=True), 2)
     assert pushed.ends_us == pytest.approx([31 + 41 + 7])
+
+
+def test_phases_last_as_long_as_reads_of_host_memory() -> None:
+    phase = made("forward", [10, 20], [5, 30])
+    phase.seconds[Term.HOST_MEMORY] = np.array([50, 0]) * 1e-6
+    timeline = run([StepLoad((phase,), np.zeros(2))], Schedule(False), 2)
+    assert timeline.ends_us == pytest.approx([51])
+    assert [x.length_us for x in timeline.bars if LANES[x.thread] == "host_memory"] == [
+        pytest.approx(50)]
 
 
 def test_ids_are_sorted_ahead_during_dense_compute() -> None:

@@ -460,6 +460,13 @@ def test_numbers_of_groups_that_are_left_out_are_named() -> None:
     assert [x["groups"] for x in plan.notes["replica_groups"]] == [1, 2]
 
 
+def test_all_numbers_of_groups_share_the_time() -> None:
+    plan = make_plan(TABLES, skewed(), racks(0.005), batch_size=BATCH, synchronize_every=16,
+                     time_budget_s=0.6)
+    assert [x["groups"] for x in plan.notes["replica_groups"]] == [1, 2, 4]
+    assert plan.notes["time_budget_s"] == pytest.approx(0.2)
+
+
 def test_groups_of_unequal_hosts_are_compared() -> None:
     """With measured links hosts always differ a little."""
     topology = racks(0.005)

@@ -318,6 +318,20 @@ def test_features_that_cannot_be_shared_are_named(features: dict[str, float]) ->
                      batch_size=8)
 
 
+def test_many_bag_lengths_are_grouped() -> None:
+    """Each would cost memory and time at all shares of a table that the planner tries."""
+    lengths, rng = np.arange(5000), np.random.default_rng(0)
+    number = rng.integers(1, 9, lengths.size)
+    stats = TableStats.from_counts(9, np.arange(9), np.full(9, int(lengths @ number) // 9),
+                                   (lengths, number))
+    found = make_table(TableSpec("a", 9, 8), AccessStats(int(number.sum()), {"a": stats}), 64, 2)
+    assert found.traffic.lengths.size < 256 and found.traffic.num_ids == pytest.approx(
+        64 * (lengths @ number) / number.sum())
+    for mass in (1e-6, 1e-4, 1e-3, 0.01, 0.3, 1.0):
+        exact = 64 * (1 - ((1 - mass) ** lengths) @ number / number.sum())
+        assert found.traffic.bags_touching(mass) == pytest.approx(exact, rel=1e-3)
+
+
 def test_statistics_store_user_features(tmp_path: Path) -> None:
     _, stats = user_table(CANDIDATES)
     stats.save(tmp_path / "s.npz")

@@ -259,6 +259,16 @@ def test_copies_reduce_bytes_between_hosts(topology):
     assert {r for ranks in copies for r in ranks} == set(range(saved.world_size))  # dealt
 
 
+def test_tables_are_cut_for_copies_only_where_that_pays():
+    """A second tier takes time for every id of its table."""
+    specs, stats = tables_and_stats(20, 0, lengths=(4, 20, 50))
+    topology = gpus(8, per_host=4)
+    stated = make_problem(specs, stats, replace(topology, costs=replace(
+        topology.costs, id_ns=2.0, tier_ns=1.0)), batch_size=2048, allow=PER_HOST)
+    plan = plan_problem(stated)
+    assert "per_host" in used_features(plan) and 0 <= plan.gap < 0.03
+
+
 def test_default_space_by_topology():
     assert executed_space(Topology.this_host(4)) == EXECUTABLE
     assert executed_space(gpus(8)) == EXECUTABLE | {"push"}
@@ -315,6 +325,13 @@ def test_some_rows_without_replicas():
     assert any(x.placement == "replicated" for x in plan.table(big).tiers), "there is room"
 
 
+def test_rows_without_replicas_are_in_an_allowed_mode():
+    big, problem = stated({"replicate": [[5, 50]], "modes": ["push"]}, allow=EVERYTHING)
+    tiers = [x for piece in plan_problem(problem, time_budget_s=1.0).table(big).pieces
+             for x in piece.tiers]
+    assert {x.mode for x in tiers if x.placement != "replicated"} == {"push"}
+
+
 @pytest.mark.parametrize(("held", "word"), [
     ({"pinned": [OWNED, {**OWNED, "rows": [39, 50]}]}, "do not overlap"),
     ({"pinned": [{**OWNED, "rows": [3, 10**7]}]}, "within 0"),
@@ -332,6 +349,7 @@ def test_some_rows_without_replicas():
     ({"pinned": [{"rows": [0, 5]}]}, r"missing keys=.*pinned\[0\]\.place"),
     ({"replicate": [[1, 2.5]]}, r"replicate\[0\]\[1\]=2\.5, expected an integer"),
     ({"replicate": [[7, 3]]}, "replicate"),
+    ({"replicate": [[3, 7]], "placements": ["replicated"]}, "striped or owned as well"),
 ])
 def test_contradictions_are_named(held, word):
     with pytest.raises((InvalidInputError, PlanError), match=word):

@@ -93,10 +93,18 @@ def is_for(plan: Plan, problem: Problem) -> bool:
     return bool(noted(plan).get("problem") == problem_digest(problem))
 
 
+def as_bounded(plan: Plan, problem: Problem) -> Problem:
+    """The problem, with the features of its fallback if the plan's bound was computed with them."""
+    if problem.fallback and is_for(plan, wider := problem.with_fallback()):
+        return wider
+    return problem
+
+
 def not_certified(plan: Plan, problem: Problem) -> str:
     """Why the plan's bound certifies nothing for `problem`; "" if it does."""
     if plan.lower_bound_us <= 0:
         return str(noted(plan).get("not_certified", "the plan stores no bound"))
+    problem = as_bounded(plan, problem)
     if not is_for(plan, problem):
         return ("the bound is for another problem: its tables, statistics, machine, batch size, "
                 "space, constraints, overlap or message bits differ")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from oper.plan import Plan
-from oper.search.certificate.carried import ROUNDING, not_certified, proof_of
+from oper.search.certificate.carried import ROUNDING, as_bounded, not_certified, proof_of
 from oper.search.certificate.leaf import Checker
 from oper.search.certificate.loads import PIECE_GROUPS
 from oper.search.certificate.prices import (
@@ -92,6 +92,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
     """
+    problem = as_bounded(plan, problem)
     step_us, proof = evaluate(plan, problem).step_us, proof_of(plan)
     why = not_certified(plan, problem)
     if not why and "parts" not in proof:

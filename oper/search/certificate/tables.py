@@ -66,7 +66,7 @@ class TableCosts:
         #: int64 [T], number of first blocks that are single rows.
         self.single = np.array([np.logical_and.accumulate(t.blocks[:, 0] == 1).sum()
                                 for t in tables], np.int64)
-        self.bags = np.array([t.traffic.num_bags for t in tables])
+        self.bags = np.array([t.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
         self.cut = [problem.may_split(t) for t in tables]
         #: bool [T]: False if pinned pushed rows may let one rank own all rows and request none.

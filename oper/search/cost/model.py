@@ -189,12 +189,18 @@ class CostModel:
         return self._in_host(self.shard_rows(t, width, owner), t, width, owner, "pull")
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """The load vector of one tier of a column piece, without partial sums; a replicated tier
-        has copies on all ranks. Arguments and result as for `shard_rows`."""
+        """The load vector of one tier of a column piece, without partial sums; if it is replicated
+        on some of the ranks, with the messages and memory of copies on all ranks, see
+        `subset_load_vector`. Arguments and result as for `shard_rows`."""
         kind = tier.placement if tier.placement == "replicated" else tier.mode
         out = {"replicated": self.replica_rows, "pull": self.shard_rows,
                "push": self.push_rows}[kind](t, width, owner)
-        return self._in_host(out, t, width, owner, kind) if tier.memory == "host" else out
+        if tier.memory == "host":
+            self._in_host(out, t, width, owner, kind)
+        if kind == "replicated" and len(tier.ranks) < self.machine.world_size:
+            holds = np.isin(np.arange(self.machine.world_size), tier.ranks)
+            out[..., [Row.UPDATE_NS, Row.HOST_UPDATE], :] *= holds  # others have nothing to update
+        return out
 
     def _in_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
                  kind: str) -> np.ndarray:
@@ -326,7 +332,7 @@ class CostModel:
         for piece in pieces:
             total = total.plus(self.piece_load_vector(t, piece, ordered))
         split = len(pieces) > 1 and self.exchanges_squares(t)
-        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
+        rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.num_bags, split)
         units = total.units
         if self.sends_squares(t) and len(pieces) > 1:
             sent = expected_squares(t, pieces, self.machine.world_size, ordered, self._one_host)
@@ -430,7 +436,6 @@ class CostModel:
                       rows[Row.BROADCAST], holds)
         add_wire(units, self.machine)
         rows[Row.BROADCAST] = 0.0
-        rows[Row.UPDATE_NS] *= holds
         copies = owner[ROWS].sum() * row * holds
         held = Row.HOST_HELD if tier.memory == "host" else Row.HELD
         if self.training:

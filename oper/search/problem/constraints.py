@@ -199,6 +199,10 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
         "either all tiers, or constraints on some rows"))
+    require(what, "allow another placement, or remove 'replicate'", (
+        "placements", ["replicated"],
+        not (held.unreplicated and held.placements == frozenset({"replicated"})),
+        "striped or owned as well, for the rows that are not replicated"))
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]

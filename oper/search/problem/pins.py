@@ -26,6 +26,7 @@ def _imposed(held: TableConstraint, tiers: Iterable[Tier]) -> list[Tier]:
     out = list(held.pinned)
     pinned = [(x.start, x.stop) for x in held.pinned]
     striped = held.placements is None or "striped" in held.placements
+    mode = "pull" if held.modes is None or "pull" in held.modes else "push"
     for tier in tiers:
         for part, is_pinned in _parts(tier, pinned):
             if is_pinned:
@@ -34,8 +35,10 @@ def _imposed(held: TableConstraint, tiers: Iterable[Tier]) -> list[Tier]:
                 out.append(part)
                 continue
             for new, has_none in _parts(part, held.unreplicated):
-                out.append(new if not has_none else replace(new, placement="striped") if striped
-                           else replace(new, placement="owned", ranks=tier.ranks[:1]))
+                if has_none:
+                    new = replace(new, mode=mode, placement="striped" if striped else "owned",
+                                  ranks=new.ranks if striped else new.ranks[:1])
+                out.append(new)
     return sorted(out, key=lambda x: x.start)
 
 

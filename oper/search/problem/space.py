@@ -56,10 +56,17 @@ def check_allow(allow: Iterable[str]) -> frozenset[str]:
     return chosen
 
 
-def used_features(plan: Plan) -> frozenset[str]:
-    """Names of `FEATURES` that a plan uses, not counting the mode of replicated tiers."""
-    split = {"columns"} if any(len(t.pieces) > 1 for t in plan.tables) else set()
-    return frozenset(split.union(*(used_by(tier, plan.world_size) for t in plan.tables
+def used_features(plan: Plan, names: Iterable[str] | None = None) -> frozenset[str]:
+    """Names of `FEATURES` that a plan uses, not counting the mode of replicated tiers.
+
+    Args:
+        plan: the plan.
+        names: the tables that count, since `allow` is not about tables that constraints pin; None =
+            all.
+    """
+    tables = plan.tables if names is None else [plan.table(name) for name in names]
+    split = {"columns"} if any(len(t.pieces) > 1 for t in tables) else set()
+    return frozenset(split.union(*(used_by(tier, plan.world_size) for t in tables
                                    for piece in t.pieces for tier in piece.tiers)))
 
 

@@ -53,7 +53,7 @@ from oper.topology import Topology
 ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
 NUM_FEATURES = 4
 MAX_BLOCKS = 60
-_MAX_PRODUCTS = 20_000_000  # hotness classes x bag lengths; with more, lengths are grouped
+_MOST_LENGTHS = 256  # bag lengths; more are grouped, since each costs time at 1e5 shares of a table
 _MOST_KNOWN = 8  # cached results of `TableProblem.shares` per table
 _NUM_EXPLICIT = 1 << 16  # hot rows represented by id, for plans that carry no hotness order
 
@@ -110,11 +110,14 @@ class TableProblem:
     default_share: float | None = None
 
     @property
+    def num_bags(self) -> float:
+        """Expected bags per rank and batch. Every id of an unpooled table is one, as at runtime."""
+        return self.traffic.num_ids if self.spec.pooling == "none" else self.traffic.num_bags
+
+    @property
     def num_outputs(self) -> float:
         """Rows of output per rank and batch."""
-        traffic = self.traffic
-        return (traffic.num_ids if self.spec.pooling == "none"
-                else traffic.num_bags * traffic.samples_per_bag)
+        return self.num_bags * self.traffic.samples_per_bag
 
     @cached_property
     def blocks(self) -> np.ndarray:
@@ -483,19 +486,17 @@ def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size:
     else:  # published counts without bags: one id per bag
         per_sample = stats.num_accesses / num_samples if num_samples > 0 else float(num_features)
         lengths, parts = np.ones(1), np.ones(1)
+    if lengths.size > _MOST_LENGTHS:  # those within 5 % of each other are replaced by their mean
+        level = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05))
+        _, group = np.unique(level, return_inverse=True)
+        total = np.bincount(group, parts).astype(float)
+        lengths, parts = np.bincount(group, parts * lengths) / np.maximum(total, 1e-300), total
     num_bags = batch_size * per_sample * share
     return Traffic(num_bags * float(lengths @ parts), num_bags, lengths, parts, 1 / share)
 
 
 def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -> np.ndarray:
     """`ln E[(1 - p)^L]`, the log probability that a bag misses a row; float64 [K]."""
-    if lengths.size * probability.size > _MAX_PRODUCTS:
-        # Lengths within 5 % of each other are replaced by their mean.
-        group = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05)).astype(np.int64)
-        _, group = np.unique(group, return_inverse=True)
-        total = np.bincount(group, share)
-        lengths = np.bincount(group, share * lengths) / np.maximum(total, 1e-300)
-        share = total
     # p is limited below 1, because log1p(-1) is infinite.
     once = np.log1p(-np.minimum(probability, 1.0 - 1e-12))
     missed = np.zeros_like(once)

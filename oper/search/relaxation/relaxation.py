@@ -220,7 +220,7 @@ class Relaxation:
         passes = self.every[list(model.passes)].sum(axis=0)
         self.piece = costs.table_us * 1e3 * self.every[list(model.every_pass)].sum(axis=0)
         ids = np.array([t.total[IDS] for t in self.tables])[:, None]
-        bags = np.array([t.traffic.num_bags for t in self.tables])[:, None]
+        bags = np.array([t.num_bags for t in self.tables])[:, None]
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
         # In a plan, all pieces of a table pay the same charge. A piece that pushes nothing may lie
         # next to pieces, or pinned rows, that are pushed, so it is charged the smaller of the two.

@@ -89,8 +89,7 @@ class RealizedLoad:
             t = self.problem.table(entry.table.name)
             batches = [table_batch(entry.table, b) for b in ranks]
             own = self.model.table_rows(t, np.array(
-                [b.ids.size if t.spec.pooling == "none" else b.num_bags * t.traffic.samples_per_bag
-                 for b in batches], float))
+                [b.num_bags * t.traffic.samples_per_bag for b in batches], float))
             if t.default_share is not None:  # the ids of a dynamic table are rows; 0 = no row
                 keys = key_rows(t, self.problem, np.array(
                     [(b.ids.size, np.unique(b.ids[b.ids > 0]).size, (b.ids == 0).sum())

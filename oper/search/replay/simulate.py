@@ -47,7 +47,8 @@ class TableBatch:
 
     Attributes:
         ids: int64 [N], over all features of the table.
-        bags: int64 [N], bag of each id, numbered consecutively over the features.
+        bags: int64 [N], bag of each id, numbered consecutively over the features. Every id of an
+            unpooled table is a bag.
         num_bags: number of bags.
         weighted, trains_weights: as in `Bags`, for any of the features.
     """
@@ -78,6 +79,8 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
         raise InvalidInputError(f"cannot replay lookups in table {table.name!r}", "id", int(bad),
                                 f"0 <= id < {table.num_rows}",
                                 "replay data of the tables that the plan was made for")
+    if table.pooling == "none":  # as in the runtime
+        lengths = np.ones(ids.size, np.int64)
     return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
                       any(p.weighted for p in parts), any(p.trains_weights for p in parts))
 

@@ -1,13 +1,13 @@
 """Timeline of steps with work, waiting and overlap, written as a Chrome trace.
 
-Every rank has lanes for lookups and dense compute, and one per direction and class of link. A
-training step on a rank: requests and a barrier (if there are several hosts), forward (and, with
-pushed tiers, a barrier), dense compute, backward, barrier, update, barrier. Ranks do not wait for
-each other between forward and backward. With K batches in flight, the work that needs only ids
-(sorting) of up to K - 1 later batches runs in the lookup lane during dense compute; rows are never
-read before the previous update. An inference rank serves its batches in order, with up to K of them
-in its lanes at a time. Messages between hosts are drawn after all of a phase's own work, although
-some of that work follows them.
+Every rank has lanes for lookups and dense compute, one per direction and class of link, and one for
+its link to host memory. A training step on a rank: requests and a barrier (if there are several
+hosts), forward (and, with pushed tiers, a barrier), dense compute, backward, barrier, update,
+barrier. Ranks do not wait for each other between forward and backward. With K batches in flight,
+the work that needs only ids (sorting) of up to K - 1 later batches runs in the lookup lane during
+dense compute; rows are never read before the previous update. An inference rank serves its batches
+in order, with up to K of them in its lanes at a time. Messages between hosts are drawn after all of
+a phase's own work, although some of that work follows them.
 
 The trace (`oper.support.trace_events`) has one process per rank and one thread per lane.
 """
@@ -28,9 +28,9 @@ from oper.search.problem.machine import REFRESH, REQUEST, TERMS, Term
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
-LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1
-_LINKS = (Term.LINK_IN, Term.LINK_OUT, Term.CROSS_IN, Term.CROSS_OUT, Term.RACK_IN, Term.RACK_OUT)
+_LINKS = slice(Term.LINK_IN, None)  # terms with lanes of their own, which have the same index
+LANES = ("lookups", "dense", *TERMS[_LINKS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +114,15 @@ class _Player:
         """Draw one phase on all ranks, each from the time at which the rank is free. `less_us` is
         own work of the phase that was already done earlier."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
-        links = phase.seconds[list(_LINKS)] * 1e6
-        first = local * phase.has_local[np.array(_LINKS) - 1, None]  # own work before each link's
+        links = phase.seconds[_LINKS] * 1e6
+        first = local * phase.has_local[1:, None]  # own work before each link's
         for rank, start in enumerate(self.now.tolist()):
             busy = start + float(local[rank])
             self.add(rank, LOOKUPS, phase.name, number, (start, busy), phase.units[0, rank])
-            for k, term in enumerate(_LINKS):
-                begin = start + float(first[k, rank])
-                self.add(rank, LANES.index(TERMS[term]), phase.name, number,
-                         (begin, begin + float(links[k, rank])), phase.units[term, rank])
+            for k, (before, took) in enumerate(zip(first[:, rank], links[:, rank], strict=True)):
+                begin, lane = start + float(before), Term.LINK_IN + k
+                self.add(rank, lane, phase.name, number, (begin, begin + float(took)),
+                         phase.units[lane, rank])
         self.now = self.now + np.maximum(local, (first + links).max(axis=0)) + phase.fixed_us
 
     def barrier(self, number: int) -> None:

@@ -324,7 +324,7 @@ class Annealing:
         """
         model, tables = self.loads.model, self.relaxation.tables
         ids = self.relaxation.total_ids[table]
-        bags = np.array([t.traffic.num_bags for t in tables], float)[table]
+        bags = np.array([t.num_bags for t in tables], float)[table]
         of = [self.pool.candidates[k][r] for k, rs in enumerate(self.candidates) for r in rs]
         several = np.array([len(r.stops) > 1 for r in of])
         pushes = pushed_ids > 0

@@ -13,11 +13,12 @@ from oper.search.cost.load_vector import LoadVector, row_bytes
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import Placement, plan_load_vector
+from oper.search.rounding.placing import Placement, evaluated, plan_load_vector
 
 #: Tiers of copies are cut into parts of about 1 / _FINE of a rank's mean load; a table's only tier
-#: into parts of about 1 / _COARSE, because a second tier costs time.
-_COARSE, _FINE = 4, 16
+#: into parts of about 1 / x of it for each x of _COARSE (0: it is not cut), because a second tier
+#: costs time, of which the choice of copies takes no account. The best of these is used.
+_COARSE, _FINE = (4, 2, 1, 0), 16
 _MAX_SETS = 8  # upper limit of the parts of one tier
 _POWER = 16  # exponent of the power mean that approximates the slowest rank and breaks ties
 _PASSES = 4  # upper limit of passes over all parts
@@ -35,8 +36,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
         relaxation: the cost model and the tables.
         placements: of each table, with all copies on the first set of `copy_sets`.
     """
-    model, tables = relaxation.model, relaxation.tables
-    sets = copy_sets(model.machine)
+    tables, sets = relaxation.tables, copy_sets(relaxation.model.machine)
     found = [(k, i, n) for k, pieces in enumerate(placements) for i, piece in enumerate(pieces)
              for n, tier in enumerate(piece.tiers)
              if sets and tier.placement == "replicated" and set(tier.ranks) == set(sets[0])]
@@ -48,11 +48,22 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
         touched = float(tables[k].features(tier.start, tier.stop, True)[TOUCHED])
         weight.append(touched * row_bytes(tables[k], piece.stop - piece.start)[0])
     mean = max(sum(weight), 1e-30) / len(sets)
-    parts: list[_Part] = []
-    for (k, i, n), w in zip(found, weight, strict=True):
-        fine = _FINE if len(placements[k][i].tiers) > 1 else _COARSE
-        count = max(1, min(int(np.ceil(fine * w / mean)), len(sets), _MAX_SETS))
-        parts += [(k, i, n, x) for x in _cut(tables[k], placements[k][i].tiers[n], count)]
+    most = min(len(sets), _MAX_SETS)
+    several = np.array([len(placements[k][i].tiers) > 1 for k, i, _ in found])
+    counts = (np.ceil(np.where(several, _FINE, x) * np.array(weight) / mean).clip(1, most)
+              for x in _COARSE)
+    each = []
+    for count in dict.fromkeys(tuple(x.astype(int).tolist()) for x in counts):
+        parts = [(k, i, n, x) for (k, i, n), number in zip(found, count, strict=True)
+                 for x in _cut(tables[k], placements[k][i].tiers[n], number)]
+        each.append(_spread(relaxation, placements, parts, sets))
+    return min(each, key=lambda x: evaluated(relaxation, x).score)
+
+
+def _spread(relaxation: Relaxation, placements: Sequence[Placement], parts: Sequence[_Part],
+            sets: list[tuple[int, ...]]) -> list[Placement]:
+    """The placements with tiers of copies cut into `parts`, each on the best of `sets`."""
+    model, tables = relaxation.model, relaxation.tables
 
     def loads(vector: LoadVector) -> np.ndarray:
         """Microseconds by phase and by group of terms that run concurrently; [P, 8, W]."""
