@@ -500,13 +500,13 @@ def test_declared_overlap_shortens_replayed_phases(made: Path, tmp_path: Path, c
     """As in `oper explain`. The timeline has its own dense compute, and sorts all ids."""
     plan, stats, value = tmp_path / "p.json", made / "stats.npz", json.loads(
         (made / "two.json").read_text())
-    value["notes"]["overlap_us"] = {"update": 100, "resolve": 20}
+    value["notes"]["overlap_us"] = {"update": 20, "resolve": 20}
     plan.write_text(json.dumps(value))
     found, without = (simulated(capsys, x, "--stats", stats) for x in (plan, made / "two.json"))
     assert cli.main(["explain", str(plan), "--stats", str(stats), "--json"]) == 0
     step_us = json.loads(capsys.readouterr().out)["step_us"]
     assert found["predicted_step_us"] == pytest.approx(step_us)
-    assert step_us < without["predicted_step_us"] - 90
+    assert step_us < without["predicted_step_us"] - 20
     assert found["replayed_step_us"] == pytest.approx(step_us, rel=0.05)
     assert found["timeline_step_us"] == pytest.approx(without["timeline_step_us"])
 
