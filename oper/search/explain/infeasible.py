@@ -35,10 +35,21 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     number = np.bincount(classes.of_domain)[classes.of_domain]  # domains of the same class
     need = share[classes.of_domain] * np.maximum(machine.capacity_bytes, LEAST_CAPACITY / number)
     memory = "memory per domain" + " and per host" * relaxation.rows.uses_host
+    factor = 1.0 + bound.overflow + _rounding(problem, relaxation.rows.uses_host)
+    # More, if rows do not pack: the relaxation divides them in any proportion, even in tables that
+    # may only be owned whole, and ignores groups.
     return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}"
-                                 f"{_more(problem, memory, 1.0 + bound.overflow)}, or accordingly "
-                                 "less need per rank: more ranks, a smaller dim or dtype, or an "
+                                 f"{_more(problem, memory, factor)} or more, or accordingly less "
+                                 "need per rank: more ranks, a smaller dim or dtype, or an "
                                  "optimizer with less state")
+
+
+def _rounding(problem: Problem, uses_host: bool) -> float:
+    """Share of the memory that whole rows may need beyond fractions of rows: on each rank, of each
+    table, a row at the end of its copies and a row of the stripe."""
+    row = sum(t.spec.bytes_for(problem.training) / t.spec.num_rows for t in problem.tables)
+    each = np.full(problem.machine.world_size, 2 * row)
+    return float(problem.machine.memory_used(each, each * uses_host).max())
 
 
 def _host_memory(problem: Problem) -> str:
