@@ -6,13 +6,14 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, UsageError, require
+from oper.errors import InvalidInputError, UsageError, fail, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
@@ -25,7 +26,7 @@ from oper.search.plan_flags import (
     configure_plan as configure_plan,
 )
 from oper.search.problem.overlap import overlap_to_json, parse_argument
-from oper.search.problem.presets import THIS_HOST, topology_preset
+from oper.search.problem.presets import THIS_HOST, is_preset, topology_preset
 from oper.search.problem.space import check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
@@ -66,7 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
     stats = as_planned(stats, notes)
     if has_bound:
         return _plan_latency(args, stats, notes)
-    topology = topology_preset(args.topology, args.world_size)
+    topology = _machine(args)
 
     def problem_on(machine: Topology) -> Problem:
         problem = make_problem(
@@ -110,6 +111,16 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _machine(args: argparse.Namespace) -> Topology:
+    """The topology of ``oper plan``; warns if other commands would take its name for another."""
+    topology = topology_preset(args.topology, args.world_size)
+    if args.topology not in (THIS_HOST, topology.name) and is_preset(topology.name):
+        warnings.warn(fail(f"the machine in {args.topology!r} has the name of a preset", "name",
+                           topology.name, "another name, since commands that read the plan use the "
+                           "preset", "rename it, or pass --topology to them as well"), stacklevel=2)
+    return topology
+
+
 def _check_latency_options(args: argparse.Namespace) -> None:
     """Raise UsageError unless the options of ``oper plan`` suit a latency bound."""
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
@@ -136,7 +147,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats, notes: dict[str,
                          "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
-        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
+        _tables(args, stats), stats, _machine(args),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
     plan = replace(plan, notes=plan.notes | notes)

@@ -154,6 +154,10 @@ def test_verb_plan_json_presets_and_files(stats_file, printed, tmp_path):
     for verb in ("verify", "explain"):
         with pytest.raises(UsageError, match=r"topology='mine'.* with --topology"):
             run_command(verb, out, "--stats", stats_file)
+    for name in ("h100-8", "h100-3x8"):  # which `oper explain` would take for the preset
+        mine.write_text(mine.read_text().replace("mine", name).replace("h100-8", name))
+        with pytest.warns(UserWarning, match="the name of a preset"):
+            printed("plan", stats_file, "--topology", mine, "--tables", tables, "-o", out)
 
 
 @pytest.mark.parametrize(("words", "error", "match"), [
