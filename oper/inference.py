@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, differing_names
+from oper.errors import InvalidInputError, PlanInfeasibleError, differing_names
 from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.fused_interaction import FusedDLRM, fuse as fused
 from oper.integration.targets import (
@@ -39,6 +39,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _BATCH = 2048  # batch size for which plans on several NUMA nodes are made
+_EPOCHS = 2  # copies of all weights in memory while new ones are published
 
 
 class Publication(Publisher):
@@ -372,8 +373,16 @@ def _placed(tables: list[TableSpec], stats: AccessStats | None, plan: Plan | Non
         return uniform_plan(tables, 1, "owned", objective="inference")
     from oper.search import make_plan
 
-    return make_plan(tables, stats, Topology.of_domains(list(range(num_domains))),
-                     objective="inference", batch_size=_BATCH)
+    # Nodes are domains of one host, since workers read every row in place. They divide its memory.
+    # Links as slow as a network's make the planner copy hot rows as far as memory permits.
+    apart = Topology.of_domains(range(num_domains))
+    nodes = replace(apart, name=f"nodes-{num_domains}", domains=tuple(replace(
+        d, host=0, link_gbps=d.cross_gbps,
+        memory_bytes=max(1, d.memory_bytes // (_EPOCHS * num_domains))) for d in apart.domains))
+    try:
+        return make_plan(tables, stats, nodes, objective="inference", batch_size=_BATCH)
+    except PlanInfeasibleError:  # there is no memory for copies
+        return uniform_plan(tables, num_domains, objective="inference")
 
 
 def _by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec],

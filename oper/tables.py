@@ -145,7 +145,11 @@ class TableSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows with their optimizer state."""
-        return self.num_rows * (self.row_bytes + self.state_bytes)
+        return self.bytes_for(trains=True)
+
+    def bytes_for(self, trains: bool) -> int:
+        """Bytes of all rows, with their optimizer state if the table is trained."""
+        return self.num_rows * (self.row_bytes + self.state_bytes * trains)
 
     def to_json(self) -> dict[str, Any]:
         """The table as JSON-serializable values."""

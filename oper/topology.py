@@ -8,6 +8,7 @@ describes the TOML file format.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
@@ -24,7 +25,7 @@ from oper.ranges import (
     rules_of,
 )
 from oper.support.files import read_toml
-from oper.support.kernel import memory_bytes
+from oper.support.kernel import memory_bytes, memory_limit
 from oper.support.settings import Reader
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
@@ -284,10 +285,11 @@ class Topology:
     def this_host(world_size: int) -> Topology:
         """Return a topology of `world_size` processes on this machine: one memory domain.
 
-        Tables may take half of the memory. Bandwidths and costs are assumed; ``oper calibrate``
-        measures them.
+        Tables may take half of the memory, or of the control group's limit (of a container or job)
+        if that is lower. Bandwidths and costs are assumed; ``oper calibrate`` measures them.
         """
         memory = memory_bytes("MemTotal") or 8e9
+        memory = min(memory, memory_limit() or memory)
         domain = Domain(tuple(range(world_size)), 0, max(1, int(memory / 2)),
                         40.0, 120.0, 32 << 20, 40.0, 40.0)
         # Order of magnitude of one current server core; measured values come from calibration.
@@ -300,15 +302,19 @@ class Topology:
 
         Args:
             domain_of: index of each rank's memory domain, int [W]. Each domain is a host, whose
-                ranks share its link. A domain of non-consecutive ranks becomes several hosts.
+                ranks share its link. A domain of non-consecutive ranks becomes several hosts, which
+                divide its memory.
         """
         here = Topology.this_host(len(domain_of))
         starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]
         if len(starts) == 1:
             return here
         ends = [*starts[1:], len(domain_of)]
+        parts = Counter(domain_of[start] for start in starts)
+        whole = here.domains[0]
         domains = tuple(
-            replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
+            replace(whole, ranks=tuple(range(start, end)), host=host, cross_gbps=1.25,
+                    memory_bytes=max(1, whole.memory_bytes // parts[domain_of[start]]))
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
         # A phase over TCP costs 50 to 450 us (benchmarks/cluster.json, `phase_us`), and ranks spend
         # CPU time on every byte. The costs of tiers and pushed ids have the order of magnitude that

@@ -1,6 +1,7 @@
 """Plans and topologies as data: validation, files and hand edits, fitting a model."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from oper import cli
 from oper.errors import FileFormatError, InvalidInputError, PlanError
 from oper.messages import EXACT, MessageBits, number_bytes
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.support import kernel
 from oper.tables import TableSpec, check_unique
 from oper.topology import Costs, Rack, Topology, parse_bytes
 from tests.support import mixed_plan
@@ -496,9 +498,27 @@ def test_this_host() -> None:
     assert 0 < topology.domains[0].memory_bytes < 1 << 50
 
 
+def test_a_container_has_the_memory_of_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 1000000 kB"}
+    monkeypatch.setattr(kernel, "read", lambda path: files.get(re.sub("/+", "/", path), ""))
+    assert Topology.this_host(2).domains[0].memory_bytes == 512_000_000
+    files["/proc/self/cgroup"] = "3:cpu:/job\n2:hugetlb,memory:/job/step\n1:name=systemd:/\n0::/job"
+    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = str(2**63 - 4096)  # none
+    assert kernel.memory_limit() == 0
+    files["/sys/fs/cgroup/memory/job/step/memory.limit_in_bytes"] = "900"
+    files["/sys/fs/cgroup/memory/job/memory.limit_in_bytes"] = "800"
+    assert kernel.memory_limit() == 800 and Topology.this_host(2).domains[0].memory_bytes == 400
+    files |= {"/proc/self/cgroup": "0::/job", "/sys/fs/cgroup/job/memory.max": "max",
+              "/sys/fs/cgroup/memory.max": "700"}
+    assert kernel.memory_limit() == 700
+
+
 @pytest.mark.parametrize("domain_of, ranks", [
     ([0, 0], [(0, 1)]), ([0, 0, 1, 1], [(0, 1), (2, 3)]), ([0, 1, 1, 0], [(0,), (1, 2), (3,)])])
 def test_hosts_of_memory_domains(domain_of: list[int], ranks: list[tuple[int, ...]]) -> None:
     made = Topology.of_domains(domain_of)
     assert [d.ranks for d in made.domains] == ranks and made.num_hosts == len(ranks)
+    whole = Topology.this_host(1).domains[0].memory_bytes  # of each domain, however it is divided
+    assert sum(d.memory_bytes for d in made.domains) == pytest.approx(
+        len(set(domain_of)) * whole, rel=1e-6)
     assert made.source == "assumed"

@@ -20,7 +20,7 @@ from oper.replanning.moves import Moves, moves
 from oper.rows.directory import TableDirectory
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
-from oper.topology import Costs, Domain, Topology
+from oper.topology import Costs, Domain, Rack, Topology
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 
@@ -192,6 +192,33 @@ def test_bytes_between_domains_are_counted_by_row() -> None:
                                   for h in range(2)))
     busiest = max(want.sum(0).max(), want.sum(1).max())
     assert found.transfer_us(links) == pytest.approx(busiest / (2 * 0.5 * 1e3))
+    racked = replace(links, racks=(Rack((0,), 0.1), Rack((1,), 0.2)))
+    assert found.transfer_us(racked) == pytest.approx(busiest / (0.1 * 1e3))
+
+
+def test_rows_that_are_only_read_move_without_optimizer_state(old_plan: Plan) -> None:
+    trained = replace(old_plan, tables=tuple(
+        replace(t, table=replace(t.table, optimizer="adam")) for t in old_plan.tables))
+    read, adam = (oper.replan(x, stats(11), TOPOLOGY) for x in (old_plan, trained))
+    assert read.moved_bytes > 0 and adam.new_step_us == pytest.approx(read.new_step_us)
+    for name in ("moved_bytes", "network_bytes", "copied_bytes"):
+        assert getattr(adam, name) == getattr(read, name), name
+
+
+def test_a_new_plan_keeps_the_constraints_and_groups_of_the_old_one() -> None:
+    held = {"tables": {"a": {"replicate": False}}, "keep_together": [["a", "b"]]}
+    old = oper.make_plan(TABLES, stats(0), TOPOLOGY, batch_size=64, constraints=held)
+    old = replace(old, replica_groups=2, synchronize_every=4, synchronize_bits=8)
+    found = oper.replan(old, stats(11), TOPOLOGY)
+    assert found.plan.notes["constraints"] == old.notes["constraints"]
+    assert not any(x.placement == "replicated" for x in found.plan.table("a").tiers)
+    assert (found.plan.replica_groups, found.plan.synchronize_every, found.plan.synchronize_bits
+            ) == (2, 4, 8)
+    free = oper.replan(old, stats(11), TOPOLOGY, options={"constraints": None})
+    assert free.new_step_us < 0.9 * found.new_step_us
+    # A model's collection keeps the notes of the plan of all tables.
+    part = oper.replan(replace(old, tables=old.tables[:1]), stats(11), TOPOLOGY)
+    assert part.plan.notes["constraints"] == {"tables": old.notes["constraints"]["tables"]}
 
 
 def test_plans_that_cannot_be_priced_are_refused(old_plan: Plan) -> None:

@@ -6,7 +6,6 @@ import argparse
 import fnmatch
 import importlib
 import inspect
-import json
 import sys
 from typing import Any
 
@@ -121,7 +120,7 @@ def run_bench(args: argparse.Namespace) -> int:
               flush=True)
         made, totals = write()  # after every case, so that an interrupted run keeps finished cases
     if args.json:
-        print(json.dumps(made))
+        print(record.as_json(made))
     else:
         shown = [*entries, {"name": "all", **totals}] if totals else entries
         print(report(shown, module.FIGURES) + getattr(module, "NOTE", ""), end="")

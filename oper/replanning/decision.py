@@ -17,6 +17,7 @@ from oper.plan import Plan, TablePlan
 from oper.replanning.moves import moves
 from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
+from oper.search.problem.constraints import noted_constraints
 from oper.search.problem.statement import with_overlap
 from oper.stats import AccessStats, TableStats, hotness_order
 from oper.tables import OPTIMIZERS
@@ -69,11 +70,12 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     Args:
         plan: the plan in use.
         stats: recent access statistics of its tables.
-        topology: the machine, with as many ranks as `plan`.
+        topology: the machine, with as many ranks as `plan`; of replica groups, the machine of one.
+            The new plan keeps the plan's replica groups.
         old_stats: the statistics that `plan` was made from, for `distance`; None = no distances.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
-        options: keyword arguments of `oper.make_plan`. Their ``overlap``, by default that of
-            `plan`, applies to both plans' steps.
+        options: keyword arguments of `oper.make_plan`. Constraints and message bits are by default
+            those of `plan`, as is ``overlap``, which applies to both plans' steps.
 
     Raises:
         InvalidInputError: the plan does not state its batch size, a rate is not positive, or the
@@ -88,9 +90,13 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
                                 "pass the rate at which a rank copies rows, in GB/s")
     tables = [t.table for t in plan.tables]
     given: dict[str, Any] = {"message_bits": plan.message_bits,
+                             "constraints": noted_constraints(plan),
                              "overlap": plan.notes.get("overlap_us"), **dict(options or {})}
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **given)
+    new = replace(new, replica_groups=plan.replica_groups,
+                  synchronize_every=plan.synchronize_every,
+                  synchronize_delay=plan.synchronize_delay, synchronize_bits=plan.synchronize_bits)
     found = {} if old_stats is None else {
         t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables
         if t.name in old_stats.tables and t.name in stats.tables}
@@ -155,6 +161,6 @@ def _copied_bytes(plan: Plan) -> int:
         for piece in range(len(entry.pieces)):
             d = TableDirectory(entry, plan.world_size, piece)
             state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
-            held += d.num_slots * (d.row_bytes + state)
+            held += d.num_slots * (d.row_bytes + state * (plan.objective == "training"))
             held += d.num_replica_rows * d.row_bytes
     return int(held.max())

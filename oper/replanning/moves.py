@@ -30,21 +30,29 @@ class Moves:
     between: np.ndarray
 
     def transfer_us(self, topology: Topology) -> float:
-        """Duration of the transfer in microseconds: bytes / bandwidth of the busiest domain.
+        """Duration of the transfer in microseconds: bytes / bandwidth of the busiest domain, or of
+        the busiest uplink of a rack if that takes longer.
 
         All links of a domain are assumed to send and receive concurrently. Transfers between hosts
         and transfers within hosts are assumed to follow each other.
         """
-        host = np.array([d.host for d in topology.domains])
-        ranks = np.array([len(d.ranks) for d in topology.domains])
-        other = host[:, None] != host[None, :]
-        total = 0.0
-        for crosses, gbps in ((other, [d.cross_gbps for d in topology.domains]),
-                              (~other, [d.link_gbps for d in topology.domains])):
+        domains, racks = topology.domains, topology.racks
+        host = np.array([d.host for d in domains])
+        each, rack_of = np.arange(host.size), {h: k for k, x in enumerate(racks) for h in x.hosts}
+        rack = np.array([rack_of.get(h, 0) for h in host.tolist()])
+
+        def busiest_us(crosses: np.ndarray, end: np.ndarray, gbps: list[float]) -> float:
+            """Time of the pairs of domains `crosses`; `end` is each domain's link."""
             moved = np.where(crosses, self.between, 0.0)
-            busiest = np.maximum(moved.sum(axis=0), moved.sum(axis=1))
-            total += float((busiest / (np.array(gbps) * ranks)).max()) / 1e3
-        return total
+            received, sent = (np.bincount(end, moved.sum(axis=k)) for k in (0, 1))
+            return float((np.maximum(received, sent) / gbps).max()) / 1e3
+
+        other = host[:, None] != host
+        across = busiest_us(other, each, [d.cross_gbps * len(d.ranks) for d in domains])
+        if racks:
+            across = max(across, busiest_us(rack[:, None] != rack, rack,
+                                            [x.uplink_gbps for x in racks]))
+        return across + busiest_us(~other, each, [d.link_gbps * len(d.ranks) for d in domains])
 
 
 def moves(old: Plan, new: Plan, domain_of: list[int]) -> Moves:
@@ -58,13 +66,15 @@ def moves(old: Plan, new: Plan, domain_of: list[int]) -> Moves:
     """
     domains = np.asarray(domain_of)
     found = Moves(0.0, np.zeros((domains.max() + 1, domains.max() + 1)))
+    trains = new.objective == "training"  # tables that are only read have no optimizer state
     for entry in new.tables:
-        _add_table(found, old.table(entry.table.name), entry, domains)
+        _add_table(found, old.table(entry.table.name), entry, domains, trains)
     np.fill_diagonal(found.between, 0.0)
     return found
 
 
-def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray) -> None:
+def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray,
+               trains: bool) -> None:
     world_size = domains.size
     before = [TableDirectory(old, world_size, k) for k in range(len(old.pieces))]
     for k in range(len(new.pieces)):
@@ -77,7 +87,7 @@ def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray
                               - max(was.column, d.column))
                 # Row-wise states (one number per row) are read from the first piece only.
                 states = [4 * (j == 0) if per_row else 4 * columns
-                          for _, per_row in OPTIMIZERS[d.table.optimizer].state]
+                          for _, per_row in OPTIMIZERS[d.table.optimizer].state if trains]
                 _add_rows(found, was, was.position_of(ids),
                           _Target(tier, owner, domains, scale, bytes_of_row(d.table.dtype, columns)
                                   if columns else 0, [x for x in states if x]))

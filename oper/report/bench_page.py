@@ -55,12 +55,14 @@ def bench_page(value: Mapping[str, Any]) -> str:
             plots.append(Plot(k.replace("_", " "), f"{k} by case.{only}",
                               stacked(bars[:_MAX_BARS], k, f"bars {k}")))
     rows = [[k, *(_text(found, k) for found in numbers)] for k in keys]
-    names = [c["name"] + ("" if c.get("verified") else " (not verified)") for c in cases]
+    checked = [c["verified"] for c in cases if "verified" in c]  # some benchmarks compare nothing
+    names = [c["name"] + ("" if c.get("verified", True) else " (not verified)") for c in cases]
     machine = value.get("machine", {})
     about = "; ".join(str(x) for x in (value.get("command"), machine.get("cpu"),
                                        f"{machine.get('cores', '?')} cores") if x)
-    tiles = [("cases", f"{len(cases)}"),
-             ("verified", f"{sum(bool(c.get('verified')) for c in cases)}")]
+    tiles = [("cases", f"{len(cases)}")]
+    if checked:
+        tiles.append(("verified", f"{sum(map(bool, checked))}"))
     versions = sorted(value.get("versions", {}).items())
     return render(f"Benchmark: {value['benchmark']}", about, tiles, [
         *plots, Table("All figures", ["", *names], rows),

@@ -200,7 +200,7 @@ def _machine() -> dict[str, Any]:
         "vector flags": " ".join(vectors) or "none",
         "memory": f"{format_bytes(kernel.memory_bytes('MemTotal'))}, "
                   f"{format_bytes(kernel.memory_bytes('MemAvailable'))} available",
-        "memory limit": _limit(),
+        "memory limit": format_bytes(limit) if (limit := kernel.memory_limit()) else "none",
         "huge page pool": f"{kernel.read('/proc/sys/vm/nr_hugepages') or '?'} of 2 MiB",
         "huge pages, private": kernel.huge_pages("enabled") or "?",
         "huge pages, shared": kernel.huge_pages("shmem_enabled") or "?",
@@ -254,10 +254,3 @@ def _lines(command: list[str]) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         return done.stdout.strip().splitlines() if done.returncode == 0 else []
     return []
-
-
-def _limit() -> str:
-    """Return the memory limit of the control group, which may be below the machine's memory."""
-    text = (kernel.read("/sys/fs/cgroup/memory.max")
-            or kernel.read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    return format_bytes(int(text)) if text.isdigit() and int(text) < 1 << 60 else "none"

@@ -13,6 +13,7 @@ from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
 from oper.report.figures import MAX_CURVES, curves, short
 from oper.report.page import Plot, Table, render
+from oper.search.verbs import as_planned
 from oper.stats import AccessStats
 from oper.tables import format_bytes
 from oper.topology import Topology
@@ -45,7 +46,8 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
     Args:
         old: the statistics that the plan was made from.
         later: names and statistics, in time order.
-        planned: the plan in use and its machine; None = compute distances only.
+        planned: the plan in use and its machine; None = compute distances only. The new plan may
+            use what the plan in use may, and satisfies the same constraints.
         copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
 
     Raises:
@@ -60,10 +62,13 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
                                     sorted(stats.tables.keys() ^ old.tables.keys())[:8],
                                     "the same tables in both", "count the same tables")
         old.check_same_rows("cannot compare statistics", stats)
-        change = None if planned is None else replan(
-            planned[0], stats, planned[1], copy_gbps=copy_gbps)
-        found.append(Drift(name, {n: distance(t, stats.tables[n])
-                                  for n, t in old.tables.items()}, change))
+        distances = {n: distance(t, stats.tables[n]) for n, t in old.tables.items()}
+        change = None
+        if planned is not None:
+            plan, topology = planned
+            change = replan(plan, as_planned(stats, plan.notes), topology, copy_gbps=copy_gbps,
+                            options={"allow": plan.notes.get("allow")})
+        found.append(Drift(name, distances, change))
     return found
 
 
@@ -122,7 +127,7 @@ def _steps(change: Replanning) -> str:
 
 def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topology
            ) -> list[Plot | Table]:
-    start = step_us(plan, old, topology)
+    start = step_us(plan, as_planned(old, plan.notes), topology)
     changes = [(d.name, d.replanning) for d in found if d.replanning is not None]
     rows = [[name, f"{c.old_step_us:,.1f}", f"{c.new_step_us:,.1f}", f"{_saved(c):.1f} %",
              format_bytes(c.moved_bytes), f"{c.copy_us / 1e3:,.1f}", _steps(c)]

@@ -32,7 +32,7 @@ def page(plan: Plan, problem: Problem) -> str:
     before, verdict = _whole_tables(problem), verify_plan(plan, problem)
     topology = problem.topology
     about = (f"{len(problem.tables)} tables, "
-             f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}, "
+             f"{format_bytes(sum(t.spec.bytes_for(problem.training) for t in problem.tables))}, "
              f"{problem.machine.world_size} ranks, {problem.batch_size:,} samples per rank; "
              f"times are modelled with {topology.source} constants.")
     return render(f"Plan for {topology.name}, {problem.objective}", about,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ _EVENTS = ("admitted", "evicted", "expired", "refused")
 
 
 def load_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Load the lines of a run's ``metrics.jsonl``. The last line may be incomplete, since the run
-    may be writing it, and is then left out.
+    """Load the lines of a run's ``metrics.jsonl``, without those about steps that the run has made
+    again after an interruption. The last line may be incomplete, since the run may be writing it,
+    and is then left out.
 
     Raises:
         FileFormatError: another line is damaged, or there is no ``train`` line.
@@ -31,7 +33,7 @@ def load_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     try:
-        found = [json.loads(text) for text in lines]
+        found = _latest([json.loads(text) for text in lines])
         if any(x["event"] == "train" and {"step", "loss", "samples_per_s"} <= x.keys()
                for x in found):
             return found
@@ -40,6 +42,19 @@ def load_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         problem = f"{type(error).__name__}: {error}"
     raise FileFormatError(what, "train lines", problem, "one or more, as oper train writes them",
                           "pass the folder that oper train wrote (--out)")
+
+
+def _latest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines whose steps no later line covers again. A run that resumes appends to the
+    file, from the step of its checkpoint on."""
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    first = math.inf  # least step of the later ``train`` lines
+    for x in reversed(lines):
+        step = x.get("step", x.get("steps", 0))
+        if step < first:
+            kept.setdefault((x["event"], step), x)
+            first = step if x["event"] == "train" else first
+    return [*kept.values()][::-1]
 
 
 def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:

@@ -30,6 +30,7 @@ from oper.search.replay.timeline import Schedule, Timeline, run
 from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
 from oper.support.counts import count_levels
+from oper.support.files import check_target
 from oper.support.flags import number, whole
 from oper.support.text import aligned
 from oper.tables import TableSpec, format_bytes
@@ -71,6 +72,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         raise UsageError("nothing to replay", "--trace, --stats", None,
                          "a preprocessed folder, or statistics to draw batches from",
                          "pass --trace DIR or --stats FILE")
+    if args.trace_out is not None:
+        check_target(args.trace_out)
     stats = _statistics(args)
     plan, problem = verbs.stated(args, stats)
     verbs.check_order(args.plan, plan, problem, stats)
@@ -78,12 +81,11 @@ def run_simulate(args: argparse.Namespace) -> int:
         bits = MessageBits.from_text(args.message_bits)
         bits.check_for(t.table for t in plan.tables)
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
-    plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     wire = WireReplay(
         plan, problem.machine.host.tolist(), problem.training, clipped=_clipped(args.clipped, plan),
         dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
-    found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
+    found = simulate(plan, problem, _batches(args, plan, problem, stats), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
     if args.trace_out is not None:
@@ -173,7 +175,8 @@ def _statistics(args: argparse.Namespace) -> AccessStats:
     return analyze_folder(args.trace, show_progress=sys.stderr.isatty())
 
 
-def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator[list[RankBatch]]:
+def _batches(args: argparse.Namespace, plan: Plan, problem: Problem, stats: AccessStats
+             ) -> Iterator[list[RankBatch]]:
     tables = [t.table for t in plan.tables]
     if args.trace is not None:
         shared = [t.spec.name for t in problem.tables if t.traffic.samples_per_bag > 1]
@@ -181,8 +184,8 @@ def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator
             "tables of user features", shared[:8], not shared,
             "none, since a folder does not record which samples share them"))
         return folder_batches(args.trace, args.split, tables, problem.batch_size, plan.world_size)
-    stats = verbs.as_planned(AccessStats.load(args.stats), plan.notes)
-    return drawn_batches(stats, tables, problem.batch_size, plan.world_size, args.seed)
+    return drawn_batches(verbs.as_planned(stats, plan.notes), tables, problem.batch_size,
+                         plan.world_size, args.seed)
 
 
 def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: int,

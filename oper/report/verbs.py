@@ -9,6 +9,7 @@ from pathlib import Path
 
 from oper.errors import UsageError
 from oper.search import plan_flags, verbs
+from oper.support.files import check_target, write_text
 from oper.support.flags import number
 
 
@@ -22,10 +23,11 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     """Print the modelled cost of a plan, and write its HTML page if requested; returns the exit
     code."""
+    if args.html is not None:
+        check_target(args.html)
     plan, problem = verbs.explain(args)
     if args.html is not None:
         from oper.report.plan_page import page
-        from oper.support.files import write_text
 
         write_text(args.html, page(plan, problem))
         print(f"wrote {args.html}", file=sys.stderr)
@@ -61,10 +63,10 @@ def run_report(args: argparse.Namespace) -> int:
     """Write one self-contained HTML page; returns the exit code."""
     from oper.report import bench_page, run_page, stats_page
     from oper.stats import AccessStats
-    from oper.support.files import write_text
 
     if args.kind == "plan":
         return run_explain(args)
+    check_target(args.html)
     if args.kind == "drift":
         text = _drift_page(args)
     elif args.kind == "stats":
@@ -81,14 +83,15 @@ def run_report(args: argparse.Namespace) -> int:
 def _drift_page(args: argparse.Namespace) -> str:
     from oper.plan import Plan
     from oper.report.drift_page import drift_page, drifts, verdict
-    from oper.search.problem.presets import topology_preset
     from oper.stats import AccessStats
 
     if (args.plan is None) != (args.topology is None):
         raise UsageError("cannot evaluate a plan", "--plan, --topology",
                          (args.plan, args.topology), "both or neither", "pass both")
-    planned = None if args.plan is None else (
-        Plan.load(args.plan), topology_preset(args.topology, args.world_size))
+    planned = None
+    if args.plan is not None:
+        plan = Plan.load(args.plan)
+        planned = plan, verbs.machine_of(plan, args.topology, args.world_size)
     old = AccessStats.load(args.old)
     later = [(Path(p).stem, AccessStats.load(p)) for p in args.later]
     found = drifts(old, later, planned, args.copy_gbps)

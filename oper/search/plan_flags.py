@@ -11,6 +11,9 @@ from oper.search.problem.space import EVERYTHING, check_allow
 from oper.support.flags import add_key_rules, number, text_for, whole
 from oper.tables import DTYPES, OPTIMIZERS
 
+#: Defaults of ``--batch-size`` and of ``--dense-us``.
+DEFAULT_BATCH, NO_DENSE = 2048, "0,0"
+
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper plan``."""
@@ -18,8 +21,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
                         help="workload of the plan (default training)")
-    parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
-                        help="samples per rank and step (default 2048)")
+    parser.add_argument("--batch-size", type=whole(1), default=DEFAULT_BATCH, metavar="N",
+                        help=f"samples per rank and step (default {DEFAULT_BATCH}; with "
+                             "--latency-bound, it is chosen)")
     add_overlap(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     add_machine(parser.add_argument_group("machine"))
@@ -83,7 +87,7 @@ def _add_inference(group: argparse._ActionsContainer) -> None:
                             "batching that need the least memory")
     group.add_argument("--latency-bound", type=number(above=True), metavar="MS",
                        help="upper limit of the 99th percentile of latency, milliseconds")
-    group.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
+    group.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default=NO_DENSE,
                        help="dense compute of a batch, microseconds, for --latency-bound")
 
 
@@ -111,7 +115,8 @@ def add_machine(parser: argparse._ActionsContainer, default: str = "") -> None:
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file"
                              + f" ({default})" * bool(default))
     parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
-                        help="number of ranks, for this-host (default 2)")
+                        help="number of ranks, for this-host (default "
+                             + ("the plan's)" if default else "2)"))
 
 
 def _add_tables(parser: argparse._ActionsContainer) -> None:

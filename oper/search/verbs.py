@@ -6,24 +6,27 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, UsageError, require
+from oper.errors import InvalidInputError, UsageError, fail, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
 from oper.search.plan_flags import (
+    DEFAULT_BATCH,
+    NO_DENSE,
     add_machine,
     add_overlap,
     allowed,
     configure_plan as configure_plan,
 )
 from oper.search.problem.overlap import overlap_to_json, parse_argument
-from oper.search.problem.presets import topology_preset
+from oper.search.problem.presets import THIS_HOST, is_preset, topology_preset
 from oper.search.problem.space import check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
@@ -38,9 +41,9 @@ _SHARED = "samples_per_bag"  # a plan's note: `AccessStats.samples_per_bag`
 
 #: Options of ``oper plan`` that a plan for a latency bound does not use, and their defaults.
 _UNUSED_FOR_LATENCY: dict[str, Any] = {
-    "overlap": [], "message_variance": None, "synchronize_every": None, "synchronize_delay": 0,
-    "synchronize_bits": 32, "allow": None, "effort": "fast", "time_budget": None,
-    "target_gap": 0.01, "seed": 0, "start": None}
+    "batch_size": DEFAULT_BATCH, "overlap": [], "message_variance": None,
+    "synchronize_every": None, "synchronize_delay": 0, "synchronize_bits": 32, "allow": None,
+    "effort": "fast", "time_budget": None, "target_gap": 0.01, "seed": 0, "start": None}
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -51,6 +54,11 @@ def run_plan(args: argparse.Namespace) -> int:
     has_bound = args.request_rate is not None or args.latency_bound is not None
     if has_bound:
         _check_latency_options(args)
+    elif args.dense_us != NO_DENSE:
+        raise UsageError("cannot plan", "--dense-us", args.dense_us,
+                         "no value without --latency-bound",
+                         "add --latency-bound and --request-rate, or state dense compute that "
+                         "hides a phase with --overlap")
     check_target(args.output)
     stats = AccessStats.load(args.stats)
     # Stored in the plan, so that other commands adapt their statistics in the same way.
@@ -59,7 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
     stats = as_planned(stats, notes)
     if has_bound:
         return _plan_latency(args, stats, notes)
-    topology = topology_preset(args.topology, args.world_size)
+    topology = _machine(args)
 
     def problem_on(machine: Topology) -> Problem:
         problem = make_problem(
@@ -103,6 +111,16 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _machine(args: argparse.Namespace) -> Topology:
+    """The topology of ``oper plan``; warns if other commands would take its name for another."""
+    topology = topology_preset(args.topology, args.world_size)
+    if args.topology not in (THIS_HOST, topology.name) and is_preset(topology.name):
+        warnings.warn(fail(f"the machine in {args.topology!r} has the name of a preset", "name",
+                           topology.name, "another name, since commands that read the plan use the "
+                           "preset", "rename it, or pass --topology to them as well"), stacklevel=2)
+    return topology
+
+
 def _check_latency_options(args: argparse.Namespace) -> None:
     """Raise UsageError unless the options of ``oper plan`` suit a latency bound."""
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
@@ -129,7 +147,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats, notes: dict[str,
                          "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
-        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
+        _tables(args, stats), stats, _machine(args),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
     plan = replace(plan, notes=plan.notes | notes)
@@ -225,7 +243,6 @@ def run_verify(args: argparse.Namespace) -> int:
     from oper.search.certificate.check import verify_plan
 
     plan, problem = stated(args, _stats(args))
-    problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = verify_plan(plan, problem)
     if args.json:
         value = {"step_us": found.step_us, "bound_us": found.bound_us,
@@ -262,7 +279,6 @@ def _explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     stats = _stats(args)
     plan, problem = stated(args, stats)
     check_order(args.plan, plan, problem, stats)
-    problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
     priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
     # A bound for another machine, batch size or statistics does not apply.
@@ -288,42 +304,56 @@ def check_order(path: str, plan: Plan, problem: Problem, stats: AccessStats | No
             ("tables with another hotness order in the statistics", other[:8], not other, "none"))
 
 
+def machine_of(plan: Plan, name: str, world_size: int | None) -> Topology:
+    """Return the topology for the ranks of a plan; raises as `topology_preset`.
+
+    Args:
+        plan: the plan.
+        name: as for `topology_preset`. A topology with the ranks of all replica groups is divided.
+        world_size: number of ranks of ``"this-host"``; None = that of the plan.
+    """
+    if name == THIS_HOST and world_size is None:
+        world_size = plan.world_size
+    topology = topology_preset(name, world_size)
+    if topology.world_size == plan.world_size:
+        return topology
+    return topology.divided(plan.replica_groups)
+
+
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
     """Load the plan file and make the problem that it is evaluated for.
 
-    Arguments that are missing (topology, batch size, constraints) are taken from the plan. If it
-    was made with ``--dynamic-rows``, `stats` are of keys.
+    What the arguments do not state (topology, batch size, constraints, overlap) is taken from the
+    plan. If it was made with ``--dynamic-rows``, `stats` are of keys.
     """
     plan = Plan.load(args.plan)
     stats = None if stats is None else as_planned(stats, plan.notes)
     is_named = args.topology is not None
     if not is_named:
-        args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
-    if args.topology == "this-host" and args.world_size is None:
-        args.world_size = plan.world_size
+        args.topology = THIS_HOST if plan.topology.startswith(THIS_HOST) else plan.topology
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
         raise UsageError(f"cannot evaluate {args.plan!r}", "batch_size", 0,
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
     try:
-        topology = topology_preset(args.topology, args.world_size)
+        topology = machine_of(plan, args.topology, args.world_size)
     except InvalidInputError:
-        if is_named or args.topology == "this-host":
+        if is_named or args.topology == THIS_HOST:
             raise
         raise UsageError(f"cannot evaluate {args.plan!r}", "topology", plan.topology,
                          "a preset's name in the plan, or --topology",
                          "pass the topology file of the plan with --topology") from None
-    if topology.world_size != plan.world_size:  # the topology has the ranks of all groups
-        topology = topology.divided(plan.replica_groups)
     problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The features allowed when the plan was made, and those that edits of the file have added.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(
         plan, (t.spec.name for t in problem.free_tables))
-    return plan, replace(problem, allow=allow, fallback=problem.fallback - allow,
-                         message_bits=plan.message_bits)
+    problem = replace(problem, allow=allow, fallback=problem.fallback - allow,
+                      message_bits=plan.message_bits)
+    overlap = parse_argument(getattr(args, "overlap", []))  # `oper simulate` has no such option
+    return plan, with_overlap(problem, overlap or plan.notes.get("overlap_us"))
 
 
 def as_planned(stats: AccessStats, notes: Mapping[str, Any]) -> AccessStats:

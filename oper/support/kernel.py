@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+_CGROUPS = "/sys/fs/cgroup"
+_NO_LIMIT = 1 << 60  # bytes; version 1 reports a number near 2^63 if there is no limit
 
 
 def read(path: str) -> str:
@@ -25,6 +28,26 @@ def pairs(path: str) -> dict[str, str]:
 def memory_bytes(name: str) -> int:
     """Return an entry of /proc/meminfo, such as ``MemTotal``, in bytes; 0 if it is missing."""
     return int(pairs("/proc/meminfo").get(name, "0").split()[0]) * 1024
+
+
+def memory_limit() -> int:
+    """Return the lowest memory limit of this process's control group and of those that contain it,
+    in bytes; 0 if there is none."""
+    found = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, name = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = f"{_CGROUPS}/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container may see the path of its group outside of it, but its own group at the root.
+        for folder in (group := PurePosixPath(path), *group.parents):
+            text = read(f"{root}/{folder}/{name}")
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                found.append(int(text))
+    return min(found, default=0)
 
 
 def huge_pages(name: str) -> str:

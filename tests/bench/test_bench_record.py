@@ -54,6 +54,12 @@ def test_figures_are_rounded_to_json() -> None:
     assert record.rounded(given) == found == json.loads(json.dumps(record.rounded(given)))
 
 
+def test_a_record_is_json_even_if_a_figure_is_not_finite(tmp_path: Path) -> None:
+    record.write(tmp_path / "r.json", {"cases": [{"name": "a", "x": [np.inf, 1.5, np.nan]}]})
+    text = (tmp_path / "r.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["cases"][0]["x"] == [None, 1.5, None]
+
+
 def test_summary_is_in_milliseconds() -> None:
     found = record.summary(np.arange(1, 101) / 1e3)
     assert found["median_ms"] == 50.5 and found["min_ms"] == 1 and found["n"] == 100

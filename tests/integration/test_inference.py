@@ -22,10 +22,14 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
 
 import oper
+from oper import inference, topology
 from oper.errors import FileFormatError, InvalidInputError, OperError, PlanError
 from oper.integration import fused_interaction
 from oper.integration.checkpoint.weights import Weights
 from oper.shmem.library import load
+from oper.shmem.memory.numa import Node
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
 from tests.support import damage_record
 from tests.world_support import run_world
 
@@ -389,3 +393,21 @@ def test_rows_have_types_by_hotness(batch, name) -> None:
             bag.weight.mul_(1e-30)
     with pytest.raises(oper.PlanInfeasibleError, match="the error of the widest types"):
         oper.publish(tiny, name, stats=stats, error_budget=1e-3)
+
+
+def test_copies_on_nodes_leave_memory_for_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes together have the memory of the host, of which tables take at most half."""
+    rows, dim = 100_000, 16
+    spec = TableSpec("t", rows, dim, ("f",), optimizer="none")
+    counts = (1e7 / np.arange(1, rows + 1) ** 1.05).astype(np.int64)
+    stats = AccessStats(10_000, {"t": TableStats.from_counts(
+        rows, np.arange(rows), counts, (np.array([100]), np.array([int(counts.sum()) // 100])))})
+    monkeypatch.setattr(inference, "find_nodes", lambda: [Node(k, (k,)) for k in range(4)])
+    for memory, has_copies in ((8 * spec.num_bytes, True), (3 * spec.num_bytes, False)):
+        monkeypatch.setattr(topology, "memory_bytes", lambda name, m=memory: m)
+        tiers = inference._placed([spec], stats, None).table("t").tiers
+        held = sum((t.stop - t.start) * spec.row_bytes * (
+            len(t.ranks) if t.placement == "replicated" else 1) for t in tiers)
+        assert 2 * held <= max(memory / 2, 2 * spec.num_bytes)
+        assert (held > spec.num_bytes) == has_copies
+        assert {t.mode for t in tiers} == {"pull"}  # workers read every row in place

@@ -94,6 +94,12 @@ def test_runs(tmp_path: Path) -> None:
     for text in ("For the 10 tables", "66", "6.25%", "12.50%", "0.61", "table"):
         assert text in page
     assert page.count("<svg") == 4
+    # After a crash, the run resumed at the checkpoint of step 10.
+    steps = [(5, "train"), (10, "train"), (10, "valid"), (15, "train"), (20, "train"),
+             (10, "valid"), (15, "train"), (20, "train"), (20, "valid"), (25, "train")]
+    path.write_text("".join(json.dumps({**line, "step": s, "event": e, "n": n}) + "\n"
+                            for n, (s, e) in enumerate(steps)))
+    assert [x["n"] for x in load_metrics(tmp_path)] == [0, 1, 5, 6, 7, 8, 9]
     for text in ("", "{}\n", "[1]\n", '{"event": "end"}\n', "x\n", '{"event": "train"}\n'):
         path.write_text(text)
         with pytest.raises(FileFormatError, match="train lines"):
@@ -129,6 +135,8 @@ def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_page(page)
     assert page.count("<svg") == 1 and "x&lt;y" in page and '<td class="number">7</td>' in page
     assert "two (not verified)" in page
+    bare = bench_page({"benchmark": "calibrate", "cases": [{"name": "2 processes", "rate": 5.0}]})
+    assert "verified" not in bare  # such a benchmark compares no results
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record))
     assert main(["report", "bench", str(path), "--html", str(tmp_path / "r.html")]) == 0
@@ -216,6 +224,25 @@ def test_the_drift_report_names_when_a_new_plan_pays_off(tmp_path: Path,
     assert "--topology" in capsys.readouterr().err
     with pytest.raises(InvalidInputError, match="same tables"):
         drifts(drifting[0], [("other", AccessStats(1, {}))])
+
+
+def test_drift_is_modelled_for_the_plan_as_it_was_made(made: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """With its user features, replica groups and allowed placements, on the ranks of a group."""
+    stats, path = str(made / "stats.npz"), tmp_path / "plan.json"
+    assert main(["plan", stats, "--topology", "h100-8", "--dim", "16", "--allow", "owned,pull",
+                 "--user-features", "C1,C2,C3", "--candidates", "32", "-o", str(path)]) == 0
+    path.write_text(json.dumps(json.loads(path.read_text()) | {
+        "replica_groups": 2, "topology": "h100-2x8"}))
+    capsys.readouterr()
+    assert main(["explain", str(path), "--stats", stats, "--json"]) == 0
+    step_us = json.loads(capsys.readouterr().out)["step_us"]
+    assert main(["report", "drift", stats, stats, "--plan", str(path), "--topology", "h100-2x8",
+                 "--html", str(tmp_path / "d.html")]) == 0
+    out = capsys.readouterr().out
+    old_us, new_us = (float(x.replace(",", "")) for x in re.findall(r"([0-9.,]+) us with", out))
+    assert old_us == pytest.approx(step_us, rel=0.01)
+    assert new_us == pytest.approx(step_us, rel=0.02) and new_us <= old_us
 
 
 def ink(path: Path, width: int) -> tuple[float, float]:
@@ -469,6 +496,21 @@ def test_user_features_are_drawn_once_per_request(made: Path, capsys: pytest.Cap
     assert "does not record which samples share" in capsys.readouterr().err
 
 
+def test_declared_overlap_shortens_replayed_phases(made: Path, tmp_path: Path, capsys) -> None:
+    """As in `oper explain`. The timeline has its own dense compute, and sorts all ids."""
+    plan, stats, value = tmp_path / "p.json", made / "stats.npz", json.loads(
+        (made / "two.json").read_text())
+    value["notes"]["overlap_us"] = {"update": 20, "resolve": 20}
+    plan.write_text(json.dumps(value))
+    found, without = (simulated(capsys, x, "--stats", stats) for x in (plan, made / "two.json"))
+    assert cli.main(["explain", str(plan), "--stats", str(stats), "--json"]) == 0
+    step_us = json.loads(capsys.readouterr().out)["step_us"]
+    assert found["predicted_step_us"] == pytest.approx(step_us)
+    assert step_us < without["predicted_step_us"] - 20
+    assert found["replayed_step_us"] == pytest.approx(step_us, rel=0.05)
+    assert found["timeline_step_us"] == pytest.approx(without["timeline_step_us"])
+
+
 def test_a_trace_of_real_batches(made: Path, capsys) -> None:
     trace = made / "trace.json"
     value = simulated(capsys, made / "two.json", "--trace", made / "data", "--steps", 5,
@@ -540,6 +582,8 @@ def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> Non
             ([plan, "--trace", str(made / "data"), "--split", "what"], "split"),
             ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
             ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
+            ([plan, "--stats", str(tmp_path / "none"), "--trace-out", str(tmp_path)],
+             "a file, not a folder"),
             ([plan, "--stats", str(made / "stats.npz"), "--topology", "h100-8"], "world_size=2"),
             ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "missing features")):
         capsys.readouterr()

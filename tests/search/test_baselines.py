@@ -1,6 +1,7 @@
 """Peers' plans are valid, fit the memory, follow their method, and are never faster than OPER's."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,17 @@ def test_peers_return_none_if_nothing_fits():
     tight = problem(3, 1, gpus(2, memory_bytes=0.9 * largest), allow=EVERYTHING)
     assert peers()["largest-first-size"](tight, 0) is None
     assert "largest-first-size" not in score_peers(tight)
+
+
+def test_peers_need_no_memory_for_optimizer_states_of_tables_that_are_only_read():
+    specs, stats = tables_and_stats(6, 1)
+    specs = [replace(s, optimizer="adam") for s in specs]
+    need = sum(s.num_rows * s.row_bytes for s in specs)  # a third of the bytes in training
+    stated = make_problem(specs, stats, gpus(2, memory_bytes=1.3 * need), batch_size=64,
+                          objective="inference", allow=EVERYTHING)
+    found = score_peers(stated)
+    assert {"largest-first-size", "hybrid-small-tables-replicated", "recshard-coverage-milp",
+            "neuroshard-beam"} <= found.keys()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -159,7 +171,7 @@ def test_recshard_balances_lookups_exactly_where_everything_fits():
 
 def test_recshard_keeps_hot_rows_fast_and_stripes_cold_ones_where_memory_is_short():
     roomy = problem(5, 3, gpus(2), "inference", allow=EVERYTHING)
-    need = sum(t.spec.num_bytes for t in roomy.tables)
+    need = sum(t.spec.bytes_for(False) for t in roomy.tables)
     tight = problem(5, 3, gpus(2, memory_bytes=0.6 * need), "inference", allow=EVERYTHING)
     plan = coverage_milp(tight, 0)
     assert evaluate(plan, tight).fits

@@ -175,6 +175,25 @@ def test_the_constraint_that_makes_plans_infeasible_is_named(held, words):
         make_plan(specs, stats, gpus(2), batch_size=64, constraints=held(need))
 
 
+def test_a_limit_that_is_too_low_is_to_be_raised_not_the_memory():
+    specs, stats = tables_and_stats(6, 1)
+    need = sum(s.num_bytes for s in specs)
+
+    def fails(limit, **topology):
+        with pytest.raises(PlanInfeasibleError) as caught:
+            make_plan(specs, stats, gpus(2, **topology), batch_size=64,
+                      constraints={"memory_bytes": int(limit)})
+        return str(caught.value)
+
+    for topology, words in (({}, ": removing memory_bytes, or memory_bytes times "),
+                            ({"memory_bytes": 0.31 * need},
+                             ": memory_bytes and memory per domain times ")):
+        factor = float(fails(0.3 * need, **topology).split(words)[1].split()[0])
+        more = {name: factor * x for name, x in topology.items()}
+        make_plan(specs, stats, gpus(2, **more), batch_size=64,
+                  constraints={"memory_bytes": int(factor * 0.3 * need)})
+
+
 def test_violated_constraints_are_listed():
     stated = problem(3, 2, gpus(2))
     plan = plan_problem(stated)

@@ -155,6 +155,10 @@ def test_verb_plan_json_presets_and_files(stats_file, printed, tmp_path):
     for verb in ("verify", "explain"):
         with pytest.raises(UsageError, match=r"topology='mine'.* with --topology"):
             run_command(verb, out, "--stats", stats_file)
+    for name in ("h100-8", "h100-3x8"):  # which `oper explain` would take for the preset
+        mine.write_text(mine.read_text().replace("mine", name).replace("h100-8", name))
+        with pytest.warns(UserWarning, match="the name of a preset"):
+            printed("plan", stats_file, "--topology", mine, "--tables", tables, "-o", out)
 
 
 @pytest.mark.parametrize(("words", "error", "match"), [
@@ -297,6 +301,12 @@ def test_diff_lists_moved_tables_and_costs():
     text = as_text(found, ("one", "two"))
     assert "1 of 5 tables" in text and "- " in text and f"+ {specs[2].num_rows}:S@1" in text
     assert diff(one, one, stated)["tables"] == []
+    codes = uniform_plan([replace(s, dtype="int8", optimizer="none") for s in specs], 2)
+    wider = map_tiers(codes, lambda x: replace(x, dtype="float16"))
+    reading = make_problem([t.table for t in codes.tables], stats, host(2), batch_size=512,
+                           objective="inference")
+    found = diff(codes, wider, reading)  # modelled with the table's own type
+    assert len(found["tables"]) == 5 and "float16" in as_text(found, ("one", "two"))
     assert "bits" not in text
     across = make_problem(specs, stats, gpus(2, per_host=1), batch_size=512)
     found = diff(one, replace(one, message_bits=MessageBits(8, 8)), across)

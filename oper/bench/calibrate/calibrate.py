@@ -26,7 +26,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Task, run_workers
 from oper.bench.core.report import table
 from oper.bench.core.workload import Workload
-from oper.errors import InvalidInputError
+from oper.errors import UsageError
 from oper.plan import Plan
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.problem.machine import Term, make_machine
@@ -111,9 +111,13 @@ def run_calibrate(args: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun has started several processes
         return _run_on_hosts(args)
     if args.hosts_per_rack:
-        raise InvalidInputError("cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
-                                "several hosts, started by torchrun",
-                                "leave it out, or run on the hosts themselves")
+        raise UsageError("cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
+                         "several hosts, started by torchrun",
+                         "leave it out, or run on the hosts themselves")
+    if args.exchange == "collective" and args.world_size < 2:
+        raise UsageError("cannot calibrate exchanges", "--world-size", args.world_size,
+                         ">= 2 processes, which exchange messages",
+                         "raise it, or leave --exchange out")
     load_before = record.load_average()
     checking = held_out(args.quick, args.world_size) if args.check else []
     fitted, residuals, samples = measure_and_fit(args.quick, args.world_size, checking)
@@ -143,9 +147,8 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if args.check or args.exchange != "shared":
-        raise InvalidInputError("cannot calibrate several hosts", "options",
-                                "--check or --exchange", "neither under torchrun",
-                                "leave them out, or run without torchrun")
+        raise UsageError("cannot calibrate several hosts", "options", "--check or --exchange",
+                         "neither under torchrun", "leave them out, or run without torchrun")
     dist.init_process_group("gloo")
     topology = measure_hosts(lambda num_ranks: measure_and_fit(args.quick, num_ranks, [])[0],
                              args.hosts_per_rack)

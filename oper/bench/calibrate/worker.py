@@ -230,20 +230,14 @@ def gather(progress: Progress, cache_bytes: int) -> dict[str, Any]:
         cache_bytes: effective size of the last-level cache, see `last_level_cache_bytes`.
 
     Returns:
-        GB/s of all ranks together: ``read_gbps`` over a table much larger than the cache,
-        ``cache_gbps`` over rows that fit into it.
+        ``read_gbps``: GB/s of all ranks together over a table much larger than the cache.
     """
     progress("reading rows at random")
     group = default_group()
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
-    near = max(1024, cache_bytes // group.world_size // 4 // 256)
-    rng = np.random.default_rng(group.rank)
-    found = {}
-    for name, num_rows in (("read_gbps", spec.num_rows), ("cache_gbps", near)):
-        ids = rng.integers(0, num_rows, 1 << 18)
-        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier)
-        found[name] = group.world_size * ids.size * 256 / seconds / 1e9
+    ids = np.random.default_rng(group.rank).integers(0, spec.num_rows, 1 << 18)
+    seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier)
     tables.barrier()
     tables.close()
-    return found
+    return {"read_gbps": group.world_size * ids.size * 256 / seconds / 1e9}

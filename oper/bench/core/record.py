@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import platform
 import shlex
@@ -180,7 +181,19 @@ def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, 
 
 def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     """Write a record as JSON, atomically."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    write_text(path, as_json(value, indent=1) + "\n")
+
+
+def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """A record as JSON text, in which numbers that are not finite are null: JSON has none."""
+    def finite(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {name: finite(x) for name, x in part.items()}
+        if isinstance(part, list | tuple):
+            return [finite(x) for x in part]
+        return part if not isinstance(part, float) or math.isfinite(part) else None
+
+    return json.dumps(finite(value), indent=indent)
 
 
 def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import sys
 import tempfile
@@ -59,7 +58,7 @@ def run_demo(args: argparse.Namespace) -> int:
     record.write(folder / "demo.json", found)
     if args.record:
         record.write(args.record, found)
-    print(json.dumps(found) if args.json else page(found).rstrip("\n"))
+    print(record.as_json(found) if args.json else page(found).rstrip("\n"))
     return 0 if found["verified"] else 1
 
 

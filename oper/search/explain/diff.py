@@ -37,7 +37,7 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
         old, new = before.table(t.spec.name), after.table(t.spec.name)
         if _text(old) != _text(new) or not np.array_equal(old.head_ids, new.head_ids):
             changed.append({"table": t.spec.name, "before": _text(old), "after": _text(new),
-                            "num_bytes": t.spec.num_bytes})
+                            "num_bytes": t.spec.bytes_for(problem.training)})
     return {"tables": changed, "num_tables": len(problem.tables),
             "before": _figures(before, problem), "after": _figures(after, problem)}
 
@@ -51,7 +51,8 @@ def _text(entry: TablePlan) -> str:
         tiers = " ".join(
             f"{x.stop - x.start}:{describe(x)}"
             + (f"{list(x.ranks)}" if len(x.ranks) > 1 else "")
-            + (f"*{list(x.weights)}" if x.weights else "") for x in piece.tiers)
+            + (f"*{list(x.weights)}" if x.weights else "")
+            + (f" {x.dtype}" if x.dtype else "") for x in piece.tiers)
         parts.append(columns + tiers)
     return " | ".join(parts)
 

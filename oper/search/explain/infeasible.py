@@ -15,7 +15,7 @@ from oper.search.problem.constraints import Constraints, without
 from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
 from oper.search.relaxation.rows import LEAST_CAPACITY
-from oper.tables import TableSpec, format_bytes
+from oper.tables import format_bytes
 
 _TODO = "make one of the changes in this message"
 _MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
@@ -35,10 +35,21 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     number = np.bincount(classes.of_domain)[classes.of_domain]  # domains of the same class
     need = share[classes.of_domain] * np.maximum(machine.capacity_bytes, LEAST_CAPACITY / number)
     memory = "memory per domain" + " and per host" * relaxation.rows.uses_host
+    factor = 1.0 + bound.overflow + _rounding(problem, relaxation.rows.uses_host)
+    # More, if rows do not pack: the relaxation divides them in any proportion, even in tables that
+    # may only be owned whole, and ignores groups.
     return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}"
-                                 f"{_more(problem, memory, 1.0 + bound.overflow)}, or accordingly "
-                                 "less need per rank: more ranks, a smaller dim or dtype, or an "
+                                 f"{_more(problem, memory, factor)} or more, or accordingly less "
+                                 "need per rank: more ranks, a smaller dim or dtype, or an "
                                  "optimizer with less state")
+
+
+def _rounding(problem: Problem, uses_host: bool) -> float:
+    """Share of the memory that whole rows may need beyond fractions of rows: on each rank, of each
+    table, a row at the end of its copies and a row of the stripe."""
+    row = sum(t.spec.bytes_for(problem.training) / t.spec.num_rows for t in problem.tables)
+    each = np.full(problem.machine.world_size, 2 * row)
+    return float(problem.machine.memory_used(each, each * uses_host).max())
 
 
 def _host_memory(problem: Problem) -> str:
@@ -85,30 +96,31 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
 
 def _more(problem: Problem, memory: str, factor: float) -> str:
     """The remedy "`factor` times as much memory", unless constraints leave some domain none."""
-    if (problem.machine.capacity_bytes <= 0).any():
+    capacity, held = problem.machine.capacity_bytes, problem.constraints
+    if (capacity <= 0).any():
         return f"more {memory} than constraints reserve"
-    return f"{memory} times {np.ceil(factor * 1000) / 1000:.3f}"
-
-
-def _table_bytes(problem: Problem, spec: TableSpec) -> int:
-    return spec.num_bytes if problem.training else spec.num_rows * spec.row_bytes
+    factor = np.ceil(factor * 1000) / 1000
+    if held.memory_bytes is not None:  # more memory alone would remain unused above this limit
+        whole = make_machine(problem.topology, held.reserve_bytes).capacity_bytes
+        is_enough = (whole >= factor * capacity).all()
+        memory = "memory_bytes" if is_enough else f"memory_bytes and {memory}"
+    return f"{memory} times {factor:.3f}"
 
 
 def _error(problem: Problem, need: np.ndarray, change: str) -> PlanInfeasibleError:
     capacity = problem.machine.capacity_bytes
     domains = problem.topology.domains
-    largest = max((t.spec for t in problem.tables),
-                  key=lambda s: (_table_bytes(problem, s), s.name))
+    num_bytes = {t.spec.name: t.spec.bytes_for(problem.training) for t in problem.tables}
+    largest = max(num_bytes, key=lambda name: (num_bytes[name], name))
     worst = sorted(range(need.size), key=lambda k: (-(need[k] - capacity[k]), k))[:8]
     lines = [f"domain {k} (ranks {_ranks(domains[k].ranks)}) needs {format_bytes(float(need[k]))} "
              f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
     if "host" in problem.allow and problem.topology.host_memory_bytes:
         lines.append(f"each host has {format_bytes(problem.topology.host_memory_bytes)} of memory "
                      "in addition")
-    total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
     what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
-            f"{format_bytes(total)}, largest table {largest.name!r} with "
-            f"{format_bytes(_table_bytes(problem, largest))}; "
+            f"{format_bytes(sum(num_bytes.values()))}, largest table {largest!r} with "
+            f"{format_bytes(num_bytes[largest])}; "
             f"smallest sufficient change: {change}")
     return PlanInfeasibleError(what, "need_bytes", int(need.sum()),
                                f"<= {int(max(0.0, capacity.sum()))} in all domains together, "

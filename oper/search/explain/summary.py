@@ -106,7 +106,7 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
     tables = len(problem.tables)
     lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
-             f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
+             f"{format_bytes(sum(t.spec.bytes_for(problem.training) for t in problem.tables))}",
              f"step        {found.step_us:12.1f} us"]
     bits = problem.message_bits
     if bits != EXACT:

@@ -207,12 +207,12 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
     held = machine.per_domain(np.zeros(machine.world_size))
     for k in replicated:
         copies = machine.per_domain(np.ones(machine.world_size)) if problem.training else 1.0
-        held = held + problem.tables[k].spec.num_bytes * copies
+        held = held + problem.tables[k].spec.bytes_for(problem.training) * copies
     load = np.zeros(machine.world_size)
     for n in np.argsort(-cost, kind="stable").tolist():
         shard = shards[n]
         t = problem.tables[shard.table]
-        need = t.spec.num_bytes * (shard.stop - shard.start) / t.spec.dim
+        need = t.spec.bytes_for(problem.training) * (shard.stop - shard.start) / t.spec.dim
         fits = held[machine.domain] + need <= machine.capacity_bytes[machine.domain]
         if not fits.any():
             return None

@@ -87,7 +87,8 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float) ->
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
     row = np.array([float(t.spec.row_bytes) for t in problem.tables])[:, None]
-    size = np.array([float(t.spec.num_bytes) for t in problem.tables])[:, None]
+    size = np.array([float(t.spec.bytes_for(problem.training))
+                     for t in problem.tables])[:, None]
     rows = np.array([float(t.spec.num_rows) for t in problem.tables])[:, None]
     hits = np.stack([np.interp(s, t.edges, t.cumulative[IDS])
                      for t, s in zip(problem.tables, stops, strict=True)])

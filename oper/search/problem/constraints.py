@@ -143,6 +143,26 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     return value
 
 
+def noted_constraints(plan: Plan) -> Constraints | None:
+    """Return the constraints in a plan's notes, as far as they are about tables of the plan; None
+    if it was made without any. A plan of some of a model's tables has the notes of all of them.
+
+    Raises:
+        InvalidInputError: the notes are malformed.
+    """
+    if "constraints" not in plan.notes:
+        return None
+    held, names = _from_mapping(plan.notes["constraints"]), {t.table.name for t in plan.tables}
+
+    def known(groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        kept = (tuple(name for name in group if name in names) for group in groups)
+        return tuple(group for group in kept if len(group) > 1)
+
+    tables = {k: c for k, c in held.tables.items() if k in names or k == EVERY_TABLE}
+    return replace(held, tables=tables, keep_together=known(held.keep_together),
+                   keep_apart=known(held.keep_apart))
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """Constraints on one table in JSON, see `TableConstraint`."""

@@ -48,13 +48,23 @@ def topology_preset(name: str, world_size: int | None = None) -> Topology:
     return topology
 
 
+def is_preset(name: str) -> bool:
+    """Whether `topology_preset` takes a name for one of its own machines instead of a file."""
+    return name.startswith(THIS_HOST) or name in preset_names() or _many(name) is not None
+
+
+def _many(name: str) -> re.Match[str] | None:
+    """Match a name of several hosts of a preset's kind, ``"GPU-HxN"``."""
+    found = re.fullmatch(r"([a-z0-9]+)-(\d{1,3})x(\d{1,2})", name)
+    return found if found and f"{found[1]}-2x8" in preset_names() else None
+
+
 def _find(name: str) -> Topology:
     folder = resources.files("oper") / "topologies"
     if name in preset_names():
         with resources.as_file(folder / f"{name}.toml") as path:
             return Topology.from_toml(path)
-    many = re.fullmatch(r"([a-z0-9]+)-(\d{1,3})x(\d{1,2})", name)
-    if many and f"{many[1]}-2x8" in preset_names():
+    if many := _many(name):
         return _hosts(many[1], int(many[2]), int(many[3]))
     try:
         return Topology.from_toml(name)

@@ -6,8 +6,9 @@ hosts), forward (and, with pushed tiers, a barrier), dense compute, backward, ba
 barrier. Ranks do not wait for each other between forward and backward. With K batches in flight,
 the work that needs only ids (sorting) of up to K - 1 later batches runs in the lookup lane during
 dense compute; rows are never read before the previous update. An inference rank serves its batches
-in order, with up to K of them in its lanes at a time. Messages between hosts are drawn after all of
-a phase's own work, although some of that work follows them.
+in order, with up to K of them in its lanes at a time. The only dense compute is that of the
+schedule: overlap that a plan declares does not shorten phases here. Messages between hosts are
+drawn after all of a phase's own work, although some of that work follows them.
 
 The trace (`oper.support.trace_events`) has one process per rank and one thread per lane.
 """
@@ -25,6 +26,7 @@ from oper.errors import require_fields
 from oper.ranges import Amount, Positive, rules_of
 from oper.search.cost.model import Phase
 from oper.search.problem.machine import REFRESH, REQUEST, TERMS, Term
+from oper.search.problem.overlap import RESOLVE
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
@@ -113,7 +115,8 @@ class _Player:
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
         """Draw one phase on all ranks, each from the time at which the rank is free. `less_us` is
         own work of the phase that was already done earlier."""
-        local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
+        own = phase.seconds[Term.MEMORY] + phase.seconds[Term.COMPUTE]
+        local = np.maximum(own * 1e6 - less_us, 0.0)
         links = phase.seconds[_LINKS] * 1e6
         first = local * phase.has_local[1:, None]  # own work before each link's
         for rank, start in enumerate(self.now.tolist()):
@@ -134,13 +137,17 @@ class _Player:
     def train(self, number: int) -> None:
         step = self.steps[number]
         forward, backward, *last = step.phases[-3 - (step.phases[-1].name == REFRESH):]
+        # Sorting that ran ahead during earlier dense compute is subtracted.
+        ahead = step.ids_us - self.left[number]
+        sorts_first = step.phases[0].name == RESOLVE
+        if sorts_first:
+            self.phase(number, step.phases[0], ahead)
         self.ask(number)
         self.phase(number, forward)
         if self.schedule.has_push:
             self.barrier(number)
         self._dense(number)
-        # Sorting that ran ahead during earlier dense compute is subtracted.
-        self.phase(number, backward, step.ids_us - self.left[number])
+        self.phase(number, backward, 0.0 if sorts_first else ahead)
         self.barrier(number)
         for phase in last:  # update, and refresh if there is one
             self.phase(number, phase)
