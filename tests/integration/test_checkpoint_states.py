@@ -13,7 +13,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import oper
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.saving import _bare_modules
+from oper.integration.checkpoint import table_state
+from oper.integration.checkpoint.saving import _bare_modules, state_of
 from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
 
@@ -83,6 +84,29 @@ def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: P
     with pytest.raises(InvalidInputError, match=r"momentum1'.*exp_avg_sq.*optimizer of the run"):
         oper.load_checkpoint(tmp_path / "saved", loaded)
     assert torch.equal(loaded.weight, before)
+
+
+@pytest.mark.parametrize("make", [_bag, collection])
+def test_momenta_under_their_earlier_name(make: Any, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was Adagrad's, so that they are loaded only if the checkpoint states the optimizer."""
+    is_collection = make is collection
+    with monkeypatch.context() as patch:
+        patch.setattr(table_state, "MOMENTUM", "momentum1")
+        saved, _ = _saved_and_loaded(make, (_MOMENTUM, _MOMENTUM), tmp_path / "saved",
+                                     is_collection, is_collection)
+        dcp.save(state_of(saved, saved.fused_optimizer if is_collection else None),
+                 checkpoint_id=tmp_path / "of torch")
+    loaded = oper.shard(make(), optimizer=_MOMENTUM)
+    optimizer = loaded.fused_optimizer if is_collection else None
+    with pytest.raises(InvalidInputError, match=r"momentum1.*states the optimizer of the table"):
+        oper.load_checkpoint(tmp_path / "of torch", loaded, optimizer)
+    oper.load_checkpoint(tmp_path / "saved", loaded, optimizer)
+    found, expected = (x.fused_optimizer.state_dict() if is_collection else
+                       x.optimizer_state_dict() for x in (loaded, saved))
+    for name, entries in expected["state"].items():
+        assert_bitwise(found["state"][name], entries, name)
+        assert any(x.any() for x in entries.values())
 
 
 @pytest.mark.parametrize("in_delta", [False, True])

@@ -453,7 +453,7 @@ def _load_states(rank: int, world_size: int) -> None:
                 _other(good, "weight.exp_avg_sq", None), _other(good, "weight.more", 1),
                 _other(good, "weight.step", torch.tensor(-1.0)),
                 _other(good, "weight.momentum1", torch.zeros(3, 4))):
-        with pytest.raises(InvalidInputError, match="cannot load the optimizer state of table"):
+        with pytest.raises(InvalidInputError, match="cannot load the states of the tables"):
             other.load_optimizer_state_dict(bad if rank == world_size - 1 else good)
         assert other.tables.table_steps(other._name) == 0
     other.load_optimizer_state_dict(good)
