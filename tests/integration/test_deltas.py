@@ -360,6 +360,20 @@ def test_dense_layers_that_are_divided_among_ranks_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_tables_that_a_model_has_in_another_order(tmp_path: Path) -> None:
+    """Tables that were sharded one by one have the same name."""
+    model, other = (nn.ModuleDict({name: bag(20, 4) for name in names}) for names in ("ab", "ba"))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model["a"], np.arange(3))
+        touch(model["b"], np.arange(5))
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "c", other)
+    for name in "ab":
+        assert torch.equal(other[name].weight, model[name].weight), name
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_step_of_a_full_checkpoint_is_loaded(tmp_path: Path) -> None:
     model = bag(1000, 4)
     with DeltaCheckpoints(tmp_path / "c", model) as saver:

@@ -9,7 +9,8 @@ of a run, that wrote it: a run that continues after a crash writes an incomplete
 part of the first try may remain in a copy of the folder. Every array of a file has a CRC-32, see
 `oper.support.files`.
 
-An item of a part is [collection, table, first column, parts]. ``rows`` and optimizer states have
+An item of a part is [collection, table, first column, parts], where ``collections`` in the metadata
+has the collections' paths in the model. ``rows`` and optimizer states have
 their rows' numbers in ``ids``. Records of a dynamic table's directory (``keys``, ``candidates``)
 and ``expired`` slots are in the form of `keys_to_numpy`.
 """
@@ -394,19 +395,24 @@ def keys_of_part(arrays: Mapping[str, np.ndarray], k: int, num_records: int
             torch.from_numpy(np.concatenate([keys[:, None], seen], axis=1)))
 
 
-def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows],
-             with_states: Sequence[Container[str]]) -> None:
-    """Write the rows and records of keys of a part that this rank owns to `tables`; and by
-    collection, the optimizer states of the tables `with_states`.
+def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any],
+             into: Mapping[str, tuple[LogicalRows, Container[str]]]) -> None:
+    """Write the rows, optimizer states and records of keys of a part that this rank owns.
+
+    Args:
+        arrays, meta: the part, as `read_part` returns it.
+        into: by path, a model's collections of tables, and the tables whose states are written. In
+            parts of earlier versions, which have no paths, collections are in this order.
 
     Raises:
         FileFormatError: the part does not fit the tables.
     """
+    paths = meta.get("collections", [*into])
     for k, item in enumerate(meta["items"]):
         with as_format_error("cannot load a delta checkpoint", "rows", "rows of this model",
                              "load it into the model that wrote it"):
             collection, table, column, parts = item
-            target = tables[collection]
+            target, with_states = into[paths[collection]]
             if parts == [EXPIRED]:  # for servers: the directory itself knows when keys expire
                 continue
             if parts[0] in RECORDS:
@@ -415,7 +421,7 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
             ids = arrays[f"{k}.ids"].astype(np.int64)
             num_rows = target.specs[table].num_rows
             held = {"rows"} | ({part for part, _ in STATE_PARTS[target.specs[table].optimizer]}
-                               if table in with_states[collection] else set())
+                               if table in with_states else set())
             pairs = [(part, torch.from_numpy(arrays[f"{k}.{part}"])) for part in parts
                      if part in held]
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:

@@ -45,6 +45,7 @@ from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_never
 from oper.integration.checkpoint.ranks import Ranks
 from oper.integration.checkpoint.saving import (
     Restored,
+    collections_of,
     restore,
     save_by,
     saves_to,
@@ -78,6 +79,7 @@ class DeltaCheckpoints:
     Attributes:
         part_bytes: approximate size of a file of rows, in bytes.
         written_bytes: bytes of deltas that this rank has written so far.
+        paths: paths of the collections of tables in the model.
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
@@ -90,8 +92,9 @@ class DeltaCheckpoints:
                  memory_bytes: int = MEMORY_BYTES) -> None:
         self._place = place_of(folder)
         self._model, self._optimizer = model, optimizer
-        held = tables_of(model)
-        found = [t for t in held if isinstance(t, ShardedTables)]
+        held = collections_of(model)
+        found = [t for t in held.values() if isinstance(t, ShardedTables)]
+        self.paths = [*held]
         if not found or len(found) < len(held) or memory_bytes < 1:
             raise InvalidInputError(
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
@@ -422,7 +425,8 @@ class _Parts:
     def _put(self, last: bool) -> None:
         self._owner.put(self._memory, partial(
             _finished, self._folder, dict(self._where), self._arrays,
-            {"items": self._items, "last": last}, (self._slots, self._state)))
+            {"items": self._items, "last": last, "collections": self._owner.paths},
+            (self._slots, self._state)))
         self._arrays, self._slots, self._items, self._bytes = {}, {}, [], 0
         self._where["part"] += 1
         if not last:

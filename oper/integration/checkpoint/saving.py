@@ -218,8 +218,8 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     if deltas or rest:
         held = {id(m.tables): tables_with_states(m, loaded)
                 for m in _trained(_inner(model)).values()}
-        ranks.step(lambda: _put_rows([*deltas, *rest], tables,
-                                     [held.get(id(t), set()) for t in tables]))
+        into = {path: (t, held.get(id(t), set())) for path, t in collections_of(model).items()}
+        ranks.step(lambda: _put_rows([*deltas, *rest], into))
         for t in tables:
             if isinstance(t, ShardedTables) and t.keys is not None:
                 t.keys.flush()  # after the records of the deltas
@@ -247,12 +247,11 @@ def _newest_state(deltas: list[Delta]) -> dict[str, Any] | None:
     return None
 
 
-def _put_rows(deltas: list[Delta], tables: list[LogicalRows],
-              with_states: list[set[str]]) -> None:
+def _put_rows(deltas: list[Delta], into: dict[str, tuple[LogicalRows, set[str]]]) -> None:
     for delta in deltas:
         for files in delta.files.values():
             for path in files:
-                put_rows(*read_part(path), tables, with_states)
+                put_rows(*read_part(path), into)
 
 
 def _check_keys(tables: list[LogicalRows]) -> None:
@@ -336,8 +335,17 @@ def synchronize(model: nn.Module) -> None:
 
 def tables_of(model: nn.Module) -> list[LogicalRows]:
     """Return the table collections of a model, without duplicates."""
-    held = (getattr(m, "tables", None) for m in model.modules())
-    return list({id(t): t for t in held if isinstance(t, LogicalRows)}.values())
+    return list(collections_of(model).values())
+
+
+def collections_of(model: nn.Module) -> dict[str, LogicalRows]:
+    """Return the table collections of a model by the paths of their modules (see `_by_path`),
+    without duplicates."""
+    found: dict[int, tuple[str, LogicalRows]] = {}
+    for path, module in _by_path(_inner(model)).items():
+        if isinstance(tables := getattr(module, "tables", None), LogicalRows):
+            found.setdefault(id(tables), (path, tables))
+    return dict(found.values())
 
 
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
