@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._pytree import tree_flatten_with_path
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -17,6 +19,7 @@ from oper.integration.checkpoint import table_state
 from oper.integration.checkpoint.saving import _bare_modules, state_of
 from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
 
 _MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
 
@@ -107,6 +110,39 @@ def test_momenta_under_their_earlier_name(make: Any, tmp_path: Path,
     for name, entries in expected["state"].items():
         assert_bitwise(found["state"][name], entries, name)
         assert any(x.any() for x in entries.values())
+
+
+def _divided(rank: int, world_size: int, folder: str) -> None:
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(rank)
+        model = oper.shard(nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 3)),
+                           optimizer=oper.SGD(lr=0.1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        return model, torch.optim.Adam(model[1].parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([[rank, 2]])).square().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), others = make(), make()
+    train(model, optimizer)
+    oper.save_checkpoint(folder, model, optimizer)
+    oper.load_checkpoint(folder, *others)
+    train(model, optimizer)
+    train(*others)
+    for mine, theirs in zip(model[1].parameters(), others[0][1].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+    flat = FullyShardedDataParallel(
+        oper.shard(nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 3)),
+                   optimizer=oper.SGD(lr=0.1)), device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(InvalidInputError, match="divide them by fully_shard"):
+        oper.save_checkpoint(folder, flat, torch.optim.Adam(flat.parameters()))
+
+
+def test_states_of_parameters_that_are_divided_among_ranks(tmp_path: Path) -> None:
+    """A new optimizer gets states that are divided like its parameters."""
+    run_world(2, _divided, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("in_delta", [False, True])

@@ -41,6 +41,7 @@ from oper.integration.checkpoint.folders import Folders, complete
 from oper.integration.checkpoint.late_states import (
     add_missing,
     missing_states,
+    parameters_of,
     placeholder,
     restore_numbers,
 )
@@ -54,6 +55,7 @@ from oper.integration.checkpoint.table_state import (
     optimizer_names,
     tables_with_states,
 )
+from oper.integration.table_tensor import TableTensor
 from oper.rows.remap import Remap, load_remap
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
@@ -276,11 +278,20 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return the state to save in a checkpoint, without ``extra``; raises InvalidInputError if
-    `optimizer` has no state."""
-    require("cannot make a checkpoint's state", "pass several optimizers as one CombinedOptimizer",
+    `optimizer` has no state, or a state that only this rank could load."""
+    what = "cannot make a checkpoint's state"
+    require(what, "pass several optimizers as one CombinedOptimizer",
             ("optimizer", type(optimizer).__name__, optimizer is None or hasattr(
                 optimizer, "state_dict"), "an object with state_dict(), or None"))
     inner = _inner(model)
+    flat = {id(p) for module in inner.modules() for p in module.parameters()
+            if type(module).__name__ == "FullyShardedDataParallel"}
+    divided = [p for p in parameters_of(optimizer)
+               if id(p) in flat and not isinstance(p, TableTensor)]
+    require(what, "divide them by fully_shard, or pass an object whose state_dict() calls "
+            "FullyShardedDataParallel.optim_state_dict",
+            ("parameters of FullyShardedDataParallel in the optimizer", len(divided), not divided,
+             "0, since the optimizer has states of a rank's part of them"))
     state: dict[str, Any] = {"model": inner.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
