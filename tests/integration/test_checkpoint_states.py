@@ -78,6 +78,40 @@ def test_rows_are_loaded(make: Any, before: Any, after: Any, are_saved: bool, ar
     assert_bitwise(dict(loaded.state_dict()), dict(saved.state_dict()), "rows")
 
 
+def test_deltas_load_the_states_that_a_full_checkpoint_loads(tmp_path: Path) -> None:
+    """Those of a collection only with its optimizer, and of no other optimizer."""
+    model = oper.shard(collection(), optimizer=oper.Adagrad(lr=0.1))
+    with oper.DeltaCheckpoints(tmp_path / "c", model, model.fused_optimizer) as saver:
+        saver.save_full(0)
+        model(kjt(torch.tensor([1, 2]))).values().sum().backward()
+        saver.save(1)
+    alone, plain = (oper.shard(collection(), optimizer=o) for o in (
+        oper.Adagrad(lr=0.1), oper.SGD(lr=0.1)))
+    oper.load_checkpoint(tmp_path / "c", alone)
+    oper.load_checkpoint(tmp_path / "c", plain, plain.fused_optimizer)
+    for other in (alone, plain):
+        assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "rows")
+    state = alone.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]
+    assert not state["a.momentum1"].any()
+
+
+def test_deltas_are_loaded_without_an_optimizer(tmp_path: Path) -> None:
+    """As a full checkpoint, also for inference."""
+    def make(**options: Any) -> Any:
+        return oper.shard(nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4), "dense": nn.Linear(4, 1)}),
+                          **options)
+
+    model, other = make(optimizer=oper.Adam(lr=0.1)), make(objective="inference")
+    dense = torch.optim.Adam(model["dense"].parameters())
+    with oper.DeltaCheckpoints(tmp_path / "c", model, dense) as saver:
+        saver.save_full(0)
+        model["dense"](model["bag"](torch.tensor([[1, 2]]))).sum().backward()
+        dense.step()
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "c", other)
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "loaded")
+
+
 def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
     saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o(lr=0.1))
                      for o in (oper.Adam, oper.Adagrad))
@@ -173,6 +207,34 @@ def test_states_of_nested_optimizers_and_their_additional_values(in_delta: bool,
     found, expected = (x.dense.state_dict()["state"] for x in (loaded, saved))
     assert found.keys() == expected.keys() and found["calls"] == 3
     assert_bitwise(found[0], expected[0], "state of the parameter")
+
+
+class _Noted(nn.Linear):
+    """Has a list in its state that grows and shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.notes: list[int] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"notes": list(self.notes)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state["notes"]
+
+
+@pytest.mark.parametrize("before, after", [([], [1, 2]), ([1, 2, 3], [4]), ([1], [])])
+def test_deltas_have_lists_of_a_module(before: list[int], after: list[int], tmp_path: Path
+                                       ) -> None:
+    model, other = (oper.shard(nn.ModuleDict({"bag": _bag(), "noted": _Noted()}),
+                               optimizer=oper.SGD(lr=0.1)) for _ in range(2))
+    with oper.DeltaCheckpoints(tmp_path / "saved", model) as saver:
+        model["noted"].notes = before
+        saver.save_full(0)
+        model["noted"].notes = after
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "saved", other)
+    assert other["noted"].notes == after
 
 
 def test_paths_below_module_are_those_of_earlier_checkpoints() -> None:

@@ -319,24 +319,6 @@ def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
         assert_bitwise(dict(model.state_dict()), want, "whole")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_deltas_load_the_states_that_a_full_checkpoint_loads(tmp_path: Path) -> None:
-    """Those of a collection only with its optimizer, and of no other optimizer."""
-    model = oper.shard(collection(), optimizer=oper.Adagrad(lr=0.1))
-    with DeltaCheckpoints(tmp_path / "c", model, model.fused_optimizer) as saver:
-        saver.save_full(0)
-        model(kjt(torch.tensor([1, 2]))).values().sum().backward()
-        saver.save(1)
-    alone, plain = (oper.shard(collection(), optimizer=o) for o in (
-        oper.Adagrad(lr=0.1), oper.SGD(lr=0.1)))
-    oper.load_checkpoint(tmp_path / "c", alone)
-    oper.load_checkpoint(tmp_path / "c", plain, plain.fused_optimizer)
-    for other in (alone, plain):
-        assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "rows")
-    assert not flat(alone.fused_optimizer.state_dict())[
-        "/state/embedding_bags.a.weight/a.momentum1"].any()
-
-
 def _divided(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

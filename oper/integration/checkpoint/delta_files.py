@@ -49,9 +49,9 @@ _BASE = re.compile(r"[0-9a-f]{8}-\d+")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
 _NO_CLOCK = (1 << 32) - 1  # clock of an empty record
 KEY_BYTES = 20  # size of a record in a file
-# In the state of a model, by path of a collection that is trained: the numbers that random rounding
-# continues from.
-UPDATES = "updates"
+# In the state of a model, by path of a collection that is trained: the optimizer states of torch's
+# modules, and the numbers that random rounding continues from.
+TABLES, UPDATES = "tables", "updates"
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
@@ -294,8 +294,9 @@ def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of nested dicts and lists, with tensors detached."""
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor)
+    """Return a deep copy of nested dicts and lists, with tensors detached and in host memory: the
+    writing thread does not know the stream on which a GPU computes them."""
+    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor)
                     else copy.deepcopy(x), value)
 
 
@@ -336,19 +337,21 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
     with as_format_error("cannot read a delta checkpoint", "state", "values of this model",
                          "load it into the model that wrote it"):
         for path, value in zip(found["paths"], found["values"], strict=True):
-            if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
-                continue  # its collection is not trained here
+            # No optimizer is loaded, or the collection is not trained here.
+            if (path[0] == "optimizer" and "optimizer" not in state) or (
+                    path[0] in (TABLES, UPDATES) and path[1] not in state.get(path[0], {})):
+                continue
             if tuple(path) in may_add:
                 set_element(state, tuple(path), value)
             at: Any = state
             for key in path[:-1]:
                 at = at[key]
             key = path[-1]
-            if isinstance(at, list) and path[0] == "optimizer" and "state" in path:
-                del at[key:]  # a list that grows or shrinks, whose values follow in order
+            if isinstance(at, list):
+                del at[key:]  # the list may grow or shrink; its values follow in order
                 at.append(value)
                 continue
-            if key not in at if isinstance(at, dict) else key >= len(at):
+            if key not in at:
                 raise KeyError(key)
             at[key] = value
     return dict(found["extra"])

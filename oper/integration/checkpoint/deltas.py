@@ -41,8 +41,8 @@ from oper.integration.checkpoint.delta_files import (
     write_part,
 )
 from oper.integration.checkpoint.files import place_of
+from oper.integration.checkpoint.folders import Ranks
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_never
-from oper.integration.checkpoint.ranks import Ranks
 from oper.integration.checkpoint.saving import (
     Restored,
     collections_of,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from oper.errors import require
 from oper.integration.checkpoint.delta_files import (
+    TABLES,
     UPDATES,
     Delta,
     check,
@@ -37,7 +38,7 @@ from oper.integration.checkpoint.files import (
     sum_of,
     write_checksums,
 )
-from oper.integration.checkpoint.folders import Folders, complete
+from oper.integration.checkpoint.folders import Folders, Ranks, complete
 from oper.integration.checkpoint.late_states import (
     add_missing,
     missing_states,
@@ -47,7 +48,6 @@ from oper.integration.checkpoint.late_states import (
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
-from oper.integration.checkpoint.ranks import Ranks
 from oper.integration.checkpoint.table_state import (
     MOMENTUM,
     MOMENTUM_SGD,
@@ -270,7 +270,7 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     for name, module in _bare_modules(inner).items():
-        module.load_optimizer_state_dict(state["tables"][name])
+        module.load_optimizer_state_dict(state[TABLES][name])
     for name, module in _trained(inner).items():  # last, since optimizer states have steps, too
         if state[UPDATES][name] is not None:
             module.tables.set_updates(state[UPDATES][name])
@@ -296,7 +296,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
     bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
-    state |= {"tables": bare} if bare else {}
+    state |= {TABLES: bare} if bare else {}
     updates = {name: module.tables.updates() for name, module in _trained(inner).items()}
     return state | ({UPDATES: updates} if updates else {})
 
