@@ -346,12 +346,12 @@ def synchronize(model: nn.Module) -> None:
 
 def tables_of(model: nn.Module) -> list[LogicalRows]:
     """Return the table collections of a model, without duplicates."""
-    return list(collections_of(model).values())
+    held = (getattr(m, "tables", None) for m in model.modules())
+    return list({id(t): t for t in held if isinstance(t, LogicalRows)}.values())
 
 
 def collections_of(model: nn.Module) -> dict[str, LogicalRows]:
-    """Return the table collections of a model by the paths of their modules (see `_by_path`),
-    without duplicates."""
+    """Return the `tables_of` a model by the paths of their modules, see `_by_path`."""
     found: dict[int, tuple[str, LogicalRows]] = {}
     for path, module in _by_path(_inner(model)).items():
         if isinstance(tables := getattr(module, "tables", None), LogicalRows):
