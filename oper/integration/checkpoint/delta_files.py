@@ -149,7 +149,7 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
-            and type(meta.get("attempt", "")) is str
+            and type(meta.get("attempt", "")) is str and type(meta.get("time_us", 0)) is int
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
         raise FileFormatError(f"cannot read {str(path)!r}", "description", numbers,
                               "a part of a delta checkpoint", "remove the folder of deltas")

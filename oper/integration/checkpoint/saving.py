@@ -385,6 +385,10 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     def finish() -> None:
         writer.finish(metadata, [results for results, _ in everyone])
         sums = {name: s for _, own in everyone for name, s in own.items()}
+        lost = [name for name, (size, _) in sums.items()
+                if not (folder / name).exists() or (folder / name).stat().st_size != size]
+        require("cannot save a checkpoint", "choose a folder on a file system that all ranks share",
+                ("files of other ranks that rank 0 does not find", lost[:8], not lost, "none"))
         write_checksums(folder, sums | {METADATA: sum_of(folder / METADATA)})
 
     ranks.step(lambda: finish() if ranks.first else None)
