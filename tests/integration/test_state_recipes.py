@@ -491,6 +491,17 @@ def test_keys_without_rows() -> None:
     assert torch.equal(model(torch.tensor([[777]])), before)
 
 
+def test_keys_whose_rows_are_refused() -> None:
+    """They are not loaded either, since they would get the rows of the present keys."""
+    model, other = (shard(bag(), dynamic=oper.DynamicTable()) for _ in range(2))
+    for module, key in ((model, 777), (other, 5)):
+        module(torch.tensor([[key]])).sum().backward()
+    before = other.state_dict()["keys"]
+    with pytest.raises(RuntimeError, match="shape"):
+        other.load_state_dict(dict(model.state_dict()) | {"weight": torch.zeros(10, 3)})
+    assert torch.equal(other.state_dict()["keys"], before)
+
+
 def _load_different(rank: int, world_size: int) -> None:
     """Every rank loads the state of an unsharded model that it has initialised on its own."""
     model = shard(bag(), optimizer=oper.Adam(lr=LR))
