@@ -119,7 +119,8 @@ class DeltaCheckpoints:
     # ---- saving ----------------------------------------------------------------------------------
 
     def save_full(self, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save a full checkpoint as `oper.save_checkpoint` and remove earlier deltas. Collective.
+        """Save a full checkpoint as `oper.save_checkpoint` does, and remove earlier deltas.
+        Collective.
 
         Args:
             step, extra: as for `save`.
