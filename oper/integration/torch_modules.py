@@ -10,9 +10,9 @@ from torch import nn
 
 from oper.errors import InvalidInputError, require
 from oper.integration.checkpoint.table_state import (
+    check_optimizer_entries,
     load_optimizer_entries,
     optimizer_entries,
-    optimizer_errors,
 )
 from oper.integration.table_module import TableModule, refuse_lookup, refuse_script
 from oper.shmem.batch import Lookup
@@ -89,11 +89,7 @@ class _ShardedModule(TableModule):
         """
         self.tables.barrier()  # peers may still be reading
         state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-        errors = optimizer_errors(self.tables, {"weight": self._name}, state)
-        if errors:
-            raise InvalidInputError(
-                f"cannot load the optimizer state of table {self._name!r}", "errors", errors[:8],
-                "none on any rank", "pass the same optimizer_state_dict on all ranks")
+        check_optimizer_entries(self.tables, {"weight": self._name}, state)
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
         self.tables.flush_replicas()
 

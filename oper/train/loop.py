@@ -29,6 +29,7 @@ from oper.train.metrics import sum_over_ranks
 from oper.train.model import full_state, ranks, save_state
 from oper.train.resume import (
     CONFIG,
+    EARLIER,
     STATE,
     Checkpoints,
     cut_metrics,
@@ -87,6 +88,7 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
             if rank == 0:
                 if old is not None:
                     old.remove()
+                (out / EARLIER).unlink(missing_ok=True)
                 # Otherwise a server would take an earlier run's state for this run's.
                 (out / STATE).unlink(missing_ok=True)
     metrics = _MetricsFile(out if rank == 0 else None, {

@@ -27,11 +27,19 @@ from oper.train.model import ranks
 
 _log = logging.getLogger(__name__)
 CHECKPOINT, CONFIG, STATE = "checkpoint", "config.json", "state.pt"
+# In a folder that has an earlier run, until another run has replaced it.
+EARLIER = ".earlier-run"
 
 
 def is_restart() -> bool:
     """Whether torchrun has restarted this process after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
+
+
+def continues(out: str | os.PathLike[str]) -> bool:
+    """Whether torchrun has restarted this process, and the run in `out` is the one to continue: not
+    an earlier one, because of which the first attempt was refused, or which it was to replace."""
+    return is_restart() and not (Path(out) / EARLIER).exists()
 
 
 def has_checkpoint(out: str | os.PathLike[str]) -> bool:
@@ -152,8 +160,8 @@ class Checkpoints:
         """Load the last checkpoint and return its step. Collective.
 
         Raises:
-            InvalidInputError: this run and the saved one differ in the order of samples, the
-                interactions, the numbering of rows, or dynamic tables.
+            InvalidInputError: this run and the saved one differ in the samples or their order, the
+                numbering of rows, or dynamic tables.
         """
         what = f"cannot continue from {str(self._folder)!r}"
         self._check_dynamic(self._config.out, what)
@@ -165,9 +173,11 @@ class Checkpoints:
                 what, "numbering of the rows in the checkpoint", old,
                 f"{new}, the numbering of {self._config.data!r}",
                 "use the data with which the run was started, or start over with --force")
-        self._check_samples(extra, what, "interactions",
-                            "use the data, [interactions] and [catalogue] with which the run was "
-                            "started, or start over with --force")
+        for key in ("interactions", "data"):
+            self._check_samples(extra, what, key,
+                                "use the data, [interactions] and [catalogue] with which the run "
+                                "was started, start a run on other data with 'start', or start "
+                                "over with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}

@@ -46,7 +46,8 @@ class Task(Protocol):
 
     def samples(self) -> dict[str, str]:
         """Return what identifies the samples, for checkpoints: ``numbering`` of rows that the
-        data's folder does not determine, and ``interactions``, a digest; {} for a click log."""
+        data's folder does not determine, and ``interactions``, a digest; for a click log ``data``,
+        a digest of its folder and the training split."""
 
     def engine(self) -> Engine:
         """Build and shard the model. Collective."""
@@ -94,7 +95,7 @@ class ClickTask:
             "numbering": str(self.folder.manifest.get("numbering", ""))}
 
     def samples(self) -> dict[str, str]:
-        return {}
+        return {"data": str(self.splits["train"].state_dict(0)["folder"])}
 
     def _tables(self) -> tuple[TableSpec, ...]:
         dim, optimizer = self.config.model.dim, self.config.optimizer

@@ -139,7 +139,10 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
             found.append((path.stat().st_mtime_ns, path))
             if path.name == METADATA:
                 deltas = folder_of(place) / base_of(path.parent)
-                found.append((deltas.stat().st_mtime_ns, path))
+                # Copies of a run have only the files' times from their store. No file of the last
+                # delta may be complete yet.
+                lasts = sorted(x for x in deltas.iterdir() if x.is_dir())[-2:]
+                found += [(x.stat().st_mtime_ns, path) for d in lasts for x in d.glob("rank-*")]
     if not found:
         raise FileFormatError(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
                               f"{STATE} or {CHECKPOINT}/ in it",

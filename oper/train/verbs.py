@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from oper.errors import UsageError
@@ -58,9 +59,9 @@ def run_train(args: argparse.Namespace) -> int:
         raise UsageError("cannot train", "--set", twice, "keys that no other option sets",
                          "set each key once")
     config = load_config(args.config, flags | settings)
-    from oper.train.resume import is_restart
+    from oper.train.resume import continues
 
-    restart = is_restart()
+    restart = continues(config.out)
     with _run_folder(config.out, args.force or restart, args.resume), _process_group():
         from oper.train.loop import defined, train
         from oper.train.model import ranks
@@ -85,7 +86,7 @@ def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
     from oper.train.loop import METRICS
-    from oper.train.resume import STATE, has_checkpoint
+    from oper.train.resume import EARLIER, STATE, has_checkpoint, is_restart
 
     what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):
@@ -94,6 +95,13 @@ def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
         yield
         return
     with locked(out, what):
+        if not is_restart():
+            Path(out, EARLIER).unlink(missing_ok=True)
+            has_run = has_checkpoint(out) or any(
+                os.path.exists(f"{out}/{name}") for name in (STATE, METRICS))
+            may_restart = "TORCHELASTIC_RESTART_COUNT" in os.environ
+            if may_restart and has_run and not (resume and has_checkpoint(out)):
+                Path(out, EARLIER).touch()
         if resume and not force and os.path.exists(f"{out}/{STATE}") and not has_checkpoint(out):
             raise InvalidInputError("cannot resume", "out", out, "a folder with a checkpoint",
                                     "this run has ended without one: replace it with --force, or "

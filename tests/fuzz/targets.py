@@ -116,7 +116,7 @@ def checksums(data: bytes) -> None:
 
 def delta(data: bytes) -> None:
     """Read parts of delta checkpoints."""
-    put_rows(*read_part(_file("rank-00000-00000.npz", data)), [_tables()])
+    put_rows(*read_part(_file("rank-00000-00000.npz", data)), {"bags": (_tables(), {"t", "d"})})
 
 
 @functools.cache

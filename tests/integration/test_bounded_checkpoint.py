@@ -208,6 +208,23 @@ def test_an_error_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_folder_that_ranks_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every host has written to a disk of its own, and rank 0 does not see the others' files."""
+    model = sharded(1, 1)
+    oper.save_checkpoint(tmp_path / "c", model, fused(model), {"which": 1})
+
+    def sum_elsewhere(path: Path) -> tuple[int, int]:
+        found = checkpoint_files.sum_of(path)
+        path.unlink()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "sum_of", sum_elsewhere)
+        with pytest.raises(InvalidInputError, match=r"__0_0.distcp.*all ranks share"):
+            oper.save_checkpoint(tmp_path / "c", model, fused(model), {"which": 2})
+    assert oper.load_checkpoint(tmp_path / "c", model, fused(model)) == {"which": 1}
+
+
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_crash_while_renaming(renamed: bool, tmp_path: Path) -> None:
     """Between the two renames, only the previous checkpoint exists; after them, both do."""

@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._pytree import tree_flatten_with_path
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import oper
 from oper.errors import InvalidInputError
-from oper.integration.checkpoint.saving import _bare_modules
+from oper.integration.checkpoint import table_state
+from oper.integration.checkpoint.saving import _bare_modules, state_of
 from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
 
 _MOMENTUM = oper.SGD(lr=0.1, momentum=0.9)
 
@@ -74,6 +78,40 @@ def test_rows_are_loaded(make: Any, before: Any, after: Any, are_saved: bool, ar
     assert_bitwise(dict(loaded.state_dict()), dict(saved.state_dict()), "rows")
 
 
+def test_deltas_load_the_states_that_a_full_checkpoint_loads(tmp_path: Path) -> None:
+    """Those of a collection only with its optimizer, and of no other optimizer."""
+    model = oper.shard(collection(), optimizer=oper.Adagrad(lr=0.1))
+    with oper.DeltaCheckpoints(tmp_path / "c", model, model.fused_optimizer) as saver:
+        saver.save_full(0)
+        model(kjt(torch.tensor([1, 2]))).values().sum().backward()
+        saver.save(1)
+    alone, plain = (oper.shard(collection(), optimizer=o) for o in (
+        oper.Adagrad(lr=0.1), oper.SGD(lr=0.1)))
+    oper.load_checkpoint(tmp_path / "c", alone)
+    oper.load_checkpoint(tmp_path / "c", plain, plain.fused_optimizer)
+    for other in (alone, plain):
+        assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "rows")
+    state = alone.fused_optimizer.state_dict()["state"]["embedding_bags.a.weight"]
+    assert not state["a.momentum1"].any()
+
+
+def test_deltas_are_loaded_without_an_optimizer(tmp_path: Path) -> None:
+    """As a full checkpoint, also for inference."""
+    def make(**options: Any) -> Any:
+        return oper.shard(nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4), "dense": nn.Linear(4, 1)}),
+                          **options)
+
+    model, other = make(optimizer=oper.Adam(lr=0.1)), make(objective="inference")
+    dense = torch.optim.Adam(model["dense"].parameters())
+    with oper.DeltaCheckpoints(tmp_path / "c", model, dense) as saver:
+        saver.save_full(0)
+        model["dense"](model["bag"](torch.tensor([[1, 2]]))).sum().backward()
+        dense.step()
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "c", other)
+    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "loaded")
+
+
 def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: Path) -> None:
     saved, loaded = (oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=o(lr=0.1))
                      for o in (oper.Adam, oper.Adagrad))
@@ -83,6 +121,62 @@ def test_moments_of_other_programs_are_not_loaded_as_sums_of_squares(tmp_path: P
     with pytest.raises(InvalidInputError, match=r"momentum1'.*exp_avg_sq.*optimizer of the run"):
         oper.load_checkpoint(tmp_path / "saved", loaded)
     assert torch.equal(loaded.weight, before)
+
+
+@pytest.mark.parametrize("make", [_bag, collection])
+def test_momenta_under_their_earlier_name(make: Any, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was Adagrad's, so that they are loaded only if the checkpoint states the optimizer."""
+    is_collection = make is collection
+    with monkeypatch.context() as patch:
+        patch.setattr(table_state, "MOMENTUM", "momentum1")
+        saved, _ = _saved_and_loaded(make, (_MOMENTUM, _MOMENTUM), tmp_path / "saved",
+                                     is_collection, is_collection)
+        dcp.save(state_of(saved, saved.fused_optimizer if is_collection else None),
+                 checkpoint_id=tmp_path / "of torch")
+    loaded = oper.shard(make(), optimizer=_MOMENTUM)
+    optimizer = loaded.fused_optimizer if is_collection else None
+    with pytest.raises(InvalidInputError, match=r"momentum1.*states the optimizer of the table"):
+        oper.load_checkpoint(tmp_path / "of torch", loaded, optimizer)
+    oper.load_checkpoint(tmp_path / "saved", loaded, optimizer)
+    found, expected = (x.fused_optimizer.state_dict() if is_collection else
+                       x.optimizer_state_dict() for x in (loaded, saved))
+    for name, entries in expected["state"].items():
+        assert_bitwise(found["state"][name], entries, name)
+        assert any(x.any() for x in entries.values())
+
+
+def _divided(rank: int, world_size: int, folder: str) -> None:
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(rank)
+        model = oper.shard(nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 3)),
+                           optimizer=oper.SGD(lr=0.1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        return model, torch.optim.Adam(model[1].parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([[rank, 2]])).square().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), others = make(), make()
+    train(model, optimizer)
+    oper.save_checkpoint(folder, model, optimizer)
+    oper.load_checkpoint(folder, *others)
+    train(model, optimizer)
+    train(*others)
+    for mine, theirs in zip(model[1].parameters(), others[0][1].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+    flat = FullyShardedDataParallel(
+        oper.shard(nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 3)),
+                   optimizer=oper.SGD(lr=0.1)), device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(InvalidInputError, match="divide them by fully_shard"):
+        oper.save_checkpoint(folder, flat, torch.optim.Adam(flat.parameters()))
+
+
+def test_states_of_parameters_that_are_divided_among_ranks(tmp_path: Path) -> None:
+    """A new optimizer gets states that are divided like its parameters."""
+    run_world(2, _divided, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
@@ -113,6 +207,34 @@ def test_states_of_nested_optimizers_and_their_additional_values(in_delta: bool,
     found, expected = (x.dense.state_dict()["state"] for x in (loaded, saved))
     assert found.keys() == expected.keys() and found["calls"] == 3
     assert_bitwise(found[0], expected[0], "state of the parameter")
+
+
+class _Noted(nn.Linear):
+    """Has a list in its state that grows and shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.notes: list[int] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"notes": list(self.notes)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state["notes"]
+
+
+@pytest.mark.parametrize("before, after", [([], [1, 2]), ([1, 2, 3], [4]), ([1], [])])
+def test_deltas_have_lists_of_a_module(before: list[int], after: list[int], tmp_path: Path
+                                       ) -> None:
+    model, other = (oper.shard(nn.ModuleDict({"bag": _bag(), "noted": _Noted()}),
+                               optimizer=oper.SGD(lr=0.1)) for _ in range(2))
+    with oper.DeltaCheckpoints(tmp_path / "saved", model) as saver:
+        model["noted"].notes = before
+        saver.save_full(0)
+        model["noted"].notes = after
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "saved", other)
+    assert other["noted"].notes == after
 
 
 def test_paths_below_module_are_those_of_earlier_checkpoints() -> None:

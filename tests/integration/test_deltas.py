@@ -12,11 +12,22 @@ from torch import nn
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from oper.integration.checkpoint import deltas as module
-from oper.integration.checkpoint.delta_files import base_of, find, folder_of, read_part
+from oper.integration.checkpoint import delta_files, deltas as module, saving
+from oper.integration.checkpoint.delta_files import (
+    base_of,
+    find,
+    folder_of,
+    look,
+    pack_state,
+    read_part,
+    unpack_state,
+    write_part,
+)
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.integration.checkpoint.files import write_checksums
 from oper.integration.checkpoint.follow import Follower
 from oper.integration.checkpoint.saving import Restored
+from oper.train.trained import find_weights
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 from tests.integration.module_support import collection, kjt
 from tests.runtime_support import assert_bitwise
@@ -113,7 +124,8 @@ def test_a_checkpoint_and_its_deltas_restore_the_run(world_size: int, plan: int,
     assert_bitwise(run_ranks(loaded, *other, folder, range(5, 5)), held, "elsewhere")
     if plan == 101:
         went_on = run_ranks(loaded, world_size, plan, folder, range(5, 7))
-        assert len(find(tmp_path / "c", tmp_path / "c")) == 5
+        chain = find(tmp_path / "c", tmp_path / "c")
+        assert len(chain) == 5 and chain[2].attempt != chain[3].attempt == chain[4].attempt != ""
         assert_bitwise(run_ranks(loaded, world_size, plan, folder, range(7, 7)), went_on, "again")
         assert_bitwise(went_on, run_ranks(saved_run, world_size, plan, str(tmp_path / "d"), 7),
                        "as without a break")
@@ -134,6 +146,22 @@ def test_a_delta_that_one_rank_did_not_write_is_ignored(tmp_path: Path) -> None:
     assert newer and older
     assert_bitwise(run_ranks(loaded, 2, 101, str(folder), range(4, 4)), before, "one step back")
     assert len(find(folder, folder)) == 2  # the incomplete folder is gone
+
+
+def test_parts_of_two_attempts_are_no_delta(tmp_path: Path) -> None:
+    """A copy of the run may still have parts of the delta that a crash has left incomplete."""
+    def put(rank: int, attempt: str, part: int = 0, last: bool = True) -> None:
+        write_part(tmp_path, {
+            "number": 0, "step": 1, "since": 0, "attempt": attempt, "rank": rank, "world_size": 2,
+            "part": part, "time_us": ord(attempt)}, {}, {"items": [], "last": last})
+
+    put(1, "a", last=False)
+    put(1, "a", part=1)
+    put(0, "b")
+    found = look(tmp_path, 0)
+    assert (found.missing, found.attempt) == ([1], "b")
+    put(1, "b")
+    assert {r: len(files) for r, files in look(tmp_path, 0).files.items()} == {0: 1, 1: 1}
 
 
 def _newest(rank: int, world_size: int, plan: int, folder: str) -> dict[str, torch.Tensor]:
@@ -291,6 +319,98 @@ def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
         assert_bitwise(dict(model.state_dict()), want, "whole")
 
 
+def _divided(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = oper.shard(nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 4)),
+                       optimizer=oper.SGD(lr=0.1))
+    with DeltaCheckpoints(folder, model) as saver:
+        saver.save_full(0)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        with pytest.raises(InvalidInputError, match=r"rank holds a part=\['1.weight'"):
+            DeltaCheckpoints(folder, model)
+        if rank == 0:
+            with pytest.raises(InvalidInputError, match=r"rank holds a part=\['model.1.weight'"):
+                saver.save(1)
+    return {}
+
+
+def test_dense_layers_that_are_divided_among_ranks_are_refused(tmp_path: Path) -> None:
+    """A delta would give all ranks the part of rank 0."""
+    run_ranks(_divided, 2, str(tmp_path / "c"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tables_that_a_model_has_in_another_order(tmp_path: Path) -> None:
+    """Tables that were sharded one by one have the same name."""
+    model, other = (nn.ModuleDict({name: bag(20, 4) for name in names}) for names in ("ab", "ba"))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model["a"], np.arange(3))
+        touch(model["b"], np.arange(5))
+        saver.save(1)
+    oper.load_checkpoint(tmp_path / "c", other)
+    for name in "ab":
+        assert torch.equal(other[name].weight, model[name].weight), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_step_of_a_full_checkpoint_is_loaded(tmp_path: Path) -> None:
+    model = bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(7)
+        assert saver.load().step == 7
+        touch(model, np.arange(10))
+        saver.save(8)
+        saver.flush()
+        (delta,) = find(tmp_path / "c", tmp_path / "c")
+        assert delta.since == 7
+        assert saver.load().step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_mixed_with_the_next(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process loads what a training run saves, which replaces checkpoint and deltas."""
+    model, other = bag(1000, 4), bag(1000, 4)
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        touch(model, np.arange(10))
+        saver.save(1)
+        saver.flush()
+        checks = saving.check
+        monkeypatch.setattr(saving, "check", lambda *of: (
+            checks(*of), oper.save_checkpoint(tmp_path / "c", bag(1000, 4))))
+        with pytest.raises(OperError, match=rf"cannot read.*{tmp_path / 'c'}'"):
+            oper.load_checkpoint(tmp_path / "c", other)
+
+
+def test_a_server_reads_the_checksums_of_a_checkpoint_once(
+        chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(chain, tmp_path / "checkpoint")
+    sums, read = delta_files.sum_of, []
+    monkeypatch.setattr(delta_files, "sum_of", lambda path: (read.append(path), sums(path))[1])
+    follower = Follower(lambda: find_weights(tmp_path))
+    for _ in range(3):
+        assert not follower.has_whole() and not list(follower.changes())
+    assert len(read) == 1
+    base = base_of(tmp_path / "checkpoint")
+    shutil.copytree(chain, tmp_path / "next")
+    shutil.rmtree(tmp_path / "checkpoint")
+    write_checksums(tmp_path / "next", {"a": (1, 2)})
+    (tmp_path / "next").rename(tmp_path / "checkpoint")
+    assert base_of(tmp_path / "checkpoint") != base
+
+
+def test_a_delta_of_a_model_on_a_gpu_is_loaded_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
+        packed = pack_state({"paths": [["model", "w"]], "values": [torch.ones(2)], "extra": {}})
+    assert b"cuda:0" in packed.tobytes()
+    assert torch.equal(unpack_state(packed)["values"][0], torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_no_delta_continues_a_checkpoint_that_another_has_replaced(tmp_path: Path) -> None:
     """A load would ignore it, since it belongs to the checkpoint that has gone."""
@@ -329,10 +449,10 @@ def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
                 saver.flush()
         touch(model, np.arange(20))
         saver.wait()
-        with pytest.raises(OperError, match="full checkpoint"):
+        with pytest.raises(OperError, match=r"other ranks do not get.*full checkpoint"):
             saver.save(2)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "save_checkpoint", no_room)
+            patch.setattr(module, "save_by", no_room)
             with pytest.raises(OSError, match="No space left"):  # still
                 saver.save_full(2, {"step": 2})
         saver.save(2, {"step": 2})  # no delta, which would follow a missing one

@@ -187,7 +187,7 @@ def test_torchrecs_wrappers_save_and_load_the_state(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer, names", [
-    (oper.SGD(lr=0.1), ()), (oper.SGD(lr=0.1, momentum=0.5), ("momentum1",)),
+    (oper.SGD(lr=0.1), ()), (oper.SGD(lr=0.1, momentum=0.5), ("momentum_buffer",)),
     (oper.LarsSGD(lr=0.1), ("momentum1",)), (oper.LAMB(), ("momentum1", "exp_avg_sq", "step")),
     (oper.AdamW(), ("momentum1", "exp_avg_sq", "step")),
     (oper.PartialRowWiseLAMB(), ("momentum1", "exp_avg_sq", "step")),
@@ -250,6 +250,13 @@ def test_a_state_of_other_tables_is_refused() -> None:
         model.fused_optimizer.load_state_dict(
             {"state": state["state"] | {"embedding_bags.a.weight": {
                 "a.momentum1": entry["a.momentum1"]}}})
+    adagrad, momentum = (oper.shard(collection(), optimizer=o).fused_optimizer for o in (
+        oper.Adagrad(lr=0.1), oper.SGD(lr=0.1, momentum=0.5)))
+    for mine, theirs in ((adagrad, momentum), (momentum, adagrad)):
+        with pytest.raises(ValueError, match=r"momentum_buffer.*of a model with these tables"):
+            mine.load_state_dict(theirs.state_dict())
+        with pytest.raises(KeyError):
+            CombinedOptimizer([mine]).load_state_dict(theirs.state_dict())
     del state["state"]["embedding_bags.a.weight"]
     with pytest.raises(ValueError, match=r"cannot load the state.*entries=\[\]"):
         model.fused_optimizer.load_state_dict(state)

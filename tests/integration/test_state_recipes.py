@@ -453,7 +453,7 @@ def _load_states(rank: int, world_size: int) -> None:
                 _other(good, "weight.exp_avg_sq", None), _other(good, "weight.more", 1),
                 _other(good, "weight.step", torch.tensor(-1.0)),
                 _other(good, "weight.momentum1", torch.zeros(3, 4))):
-        with pytest.raises(InvalidInputError, match="cannot load the optimizer state of table"):
+        with pytest.raises(InvalidInputError, match="cannot load the states of the tables"):
             other.load_optimizer_state_dict(bad if rank == world_size - 1 else good)
         assert other.tables.table_steps(other._name) == 0
     other.load_optimizer_state_dict(good)
@@ -489,6 +489,17 @@ def test_keys_without_rows() -> None:
         with pytest.raises(RuntimeError, match="missing entries"):
             model.load_state_dict(part, strict=False)
     assert torch.equal(model(torch.tensor([[777]])), before)
+
+
+def test_keys_whose_rows_are_refused() -> None:
+    """They are not loaded either, since they would get the rows of the present keys."""
+    model, other = (shard(bag(), dynamic=oper.DynamicTable()) for _ in range(2))
+    for module, key in ((model, 777), (other, 5)):
+        module(torch.tensor([[key]])).sum().backward()
+    before = other.state_dict()["keys"]
+    with pytest.raises(RuntimeError, match="shape"):
+        other.load_state_dict(dict(model.state_dict()) | {"weight": torch.zeros(10, 3)})
+    assert torch.equal(other.state_dict()["keys"], before)
 
 
 def _load_different(rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from oper.cli import main
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.locks import LOCK
 from oper.train import tasks
@@ -20,6 +21,7 @@ from oper.train.config import load_config
 from oper.train.engines import Engine
 from oper.train.loop import train
 from oper.train.model import load_state
+from oper.train.tasks import ClickTask
 from oper.train.trained import find_weights
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
@@ -250,6 +252,48 @@ def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(prepared:
     for dense in ("adam", "sgd"):
         with pytest.raises(InvalidInputError, match=f"optimizer.dense='{dense}'"):
             train_on(prepared, out, resume=True, max_steps=6, **flags, **{"optimizer.dense": dense})
+
+
+def test_a_resumed_run_continues_with_its_own_data_only(prepared: Prepared, tmp_path: Path) -> None:
+    """Other data with the same vocabulary have other samples in the remaining steps."""
+    flags: dict[str, Any] = {"checkpoint_every": 1, "batch_size": 64}
+    train_on(prepared, tmp_path / "run", max_steps=1, **flags)
+    shutil.copytree(prepared.folder, tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    path.write_text(path.read_text().replace('"max_bad"', '"of another day"'))
+    other = {**flags, "data": str(path.parent), "max_steps": 2}
+    with pytest.raises(InvalidInputError, match=r"data in the checkpoint=.*start a run on other"):
+        train_on(prepared, tmp_path / "run", resume=True, **other)
+    assert train_on(prepared, tmp_path / "next", start=str(tmp_path / "run"), **other)["steps"] == 2
+
+
+@pytest.mark.parametrize("flag", ["", "--force"])
+def test_a_restart_does_not_continue_an_earlier_run(
+        flag: str, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun also restarts a run that was refused, or has failed before it replaced another."""
+    out = tmp_path / "run"
+    flags: dict[str, Any] = {"checkpoint_every": 1, "batch_size": 64, "stats": prepared.stats}
+    train_on(prepared, out, max_steps=2, **flags)
+    before, steps, original = (out / "metrics.jsonl").read_bytes(), list[int](), Engine.step
+
+    def counted(self: Engine, batch: Any) -> Any:
+        steps.append(self.num_steps)
+        return original(self, batch)
+
+    def unlucky(_: ClickTask) -> Engine:
+        raise InvalidInputError("out of luck")
+
+    def restart(count: int, max_steps: int) -> int:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        return main([*words(prepared, out, max_steps=max_steps, **flags), *filter(None, [flag])])
+
+    monkeypatch.setattr(Engine, "step", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(ClickTask, "engine", unlucky)
+        assert restart(0, 2) == 1
+    codes = [restart(1, 2), restart(2, 3)]
+    assert (codes, steps) == (([0, 0], [0, 1, 2]) if flag else ([1, 1], []))
+    assert flag or (out / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(

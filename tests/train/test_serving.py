@@ -156,7 +156,10 @@ def test_the_newest_weights_are_served(tmp_path: Path) -> None:
     os.utime(tmp_path / STATE, (10, 10))
     assert find_weights(tmp_path) == tmp_path / STATE
     # The run continues the deltas of its checkpoint.
-    (folder_of(tmp_path / CHECKPOINT) / base_of(tmp_path / CHECKPOINT)).mkdir(parents=True)
+    delta = folder_of(tmp_path / CHECKPOINT) / base_of(tmp_path / CHECKPOINT) / "000000"
+    delta.mkdir(parents=True)
+    assert find_weights(tmp_path) == tmp_path / STATE
+    (delta / "rank-00000-00000.npz").touch()
     assert find_weights(tmp_path) == tmp_path / CHECKPOINT
 
 
@@ -286,6 +289,15 @@ def test_files_of_a_run_may_arrive_in_any_order(place: Store, runs: list[Path]) 
         upload(place, runs[0], mirror, 3)
         assert base_of(mirror.folder / CHECKPOINT) == base_of(runs[0] / CHECKPOINT)
     assert not mirror.folder.exists()
+
+
+def test_the_last_state_of_a_run_that_has_ended_is_served(runs: list[Path], tmp_path: Path) -> None:
+    """Not its last delta, which the mirror copies after the state."""
+    shutil.copytree(runs[0], tmp_path / "run")
+    (tmp_path / "run" / STATE).touch()
+    with closing(RunMirror((tmp_path / "run").as_uri())) as mirror:
+        assert len(names_in(mirror.folder)) == len(names_in(tmp_path / "run"))
+        assert find_weights(mirror.folder) == mirror.folder / STATE
 
 
 def test_a_thread_follows_and_reports_an_error_once(runs: list[Path], tmp_path: Path,

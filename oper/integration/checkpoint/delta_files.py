@@ -4,9 +4,13 @@ The deltas of a checkpoint ``F`` are in ``F.deltas/BASE/NUMBER/rank-R-PART.npz``
 identifies F by the checksum of its file of checksums, so that deltas of different checkpoints are
 not mixed up. Deltas and parts are numbered from 0. The metadata of a rank's last part mark it as
 the last, and a delta is complete when the last parts of all ranks exist, so that ranks need not
-wait for each other. Every array of a file has a CRC-32, see `oper.support.files`.
+wait for each other. ``attempt`` in the metadata of a part identifies the run, or the continuation
+of a run, that wrote it: a run that continues after a crash writes an incomplete delta again, and a
+part of the first try may remain in a copy of the folder. Every array of a file has a CRC-32, see
+`oper.support.files`.
 
-An item of a part is [collection, table, first column, parts]. ``rows`` and optimizer states have
+An item of a part is [collection, table, first column, parts], where ``collections`` in the metadata
+has the collections' paths in the model. ``rows`` and optimizer states have
 their rows' numbers in ``ids``. Records of a dynamic table's directory (``keys``, ``candidates``)
 and ``expired`` slots are in the form of `keys_to_numpy`.
 """
@@ -15,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,7 @@ from oper.integration.checkpoint.files import CHECKSUMS, METADATA, as_format_err
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.counters.changes import EXPIRED
 from oper.shmem.keys.directories import RECORDS
+from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import LogicalRows
 from oper.shmem.tables import ShardedTables
 from oper.support.files import ArrayFile, read_arrays, write_arrays
@@ -43,9 +49,9 @@ _BASE = re.compile(r"[0-9a-f]{8}-\d+")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
 _NO_CLOCK = (1 << 32) - 1  # clock of an empty record
 KEY_BYTES = 20  # size of a record in a file
-# In the state of a model, by path of a collection that is trained: the numbers that random rounding
-# continues from.
-UPDATES = "updates"
+# In the state of a model, by path of a collection that is trained: the optimizer states of torch's
+# modules, and the numbers that random rounding continues from.
+TABLES, UPDATES = "tables", "updates"
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
@@ -59,6 +65,7 @@ class Delta:
             -1 = unknown.
         since: number of the step that it continues; -1 = unknown.
         world_size: number of ranks that write it; 0 = unknown.
+        attempt: identifies the run that wrote it; "" in files of earlier versions.
         files: maps ranks that have written all parts to these parts in order.
     """
 
@@ -66,6 +73,7 @@ class Delta:
     step: int = -1
     since: int = -1
     world_size: int = 0
+    attempt: str = ""
     files: dict[int, list[Path]] = field(default_factory=dict)
 
     @property
@@ -80,9 +88,20 @@ class Delta:
 
 
 def base_of(checkpoint: Path) -> str:
-    """Identify a checkpoint by CRC-32 and size of its file of checksums, or else of metadata."""
-    name = CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA
-    size, crc = sum_of(checkpoint / name)
+    """Identify a checkpoint by CRC-32 and size of its file of checksums, or else of metadata.
+
+    Servers ask several times a second, so that the file is read only if it is another one than
+    before.
+    """
+    path = checkpoint / (CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA)
+    about = path.stat()
+    # Not the time of modification, which copies of a run have from their store.
+    return _base_of(path, about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _base_of(path: Path, *_: int) -> str:
+    size, crc = sum_of(path)
     return f"{crc:08x}-{size}"
 
 
@@ -104,7 +123,7 @@ def remove_deltas(checkpoint: Path, but: str = "") -> None:
         folder.rmdir()
 
 
-def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
+def write_part(folder: Path, where: dict[str, Any], arrays: dict[str, np.ndarray],
                meta: dict[str, Any]) -> int:
     """Write one part atomically and return its size in bytes."""
     path = folder / f"rank-{where['rank']:05d}-{where['part']:05d}.npz"
@@ -130,6 +149,7 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
+            and type(meta.get("attempt", "")) is str and type(meta.get("time_us", 0)) is int
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
         raise FileFormatError(f"cannot read {str(path)!r}", "description", numbers,
                               "a part of a delta checkpoint", "remove the folder of deltas")
@@ -155,33 +175,45 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
 def look(folder: Path, number: int) -> Delta:
     """Return delta `number` with the parts that exist in `folder`, from the parts' metadata.
 
+    Only parts of one attempt belong together. If there are parts of several, the delta is that of
+    the attempt that wrote the newest part, unless another one is complete.
+
     Raises:
         FileFormatError: the metadata of a part are damaged or contradict another part's.
     """
-    parts: dict[int, dict[int, Path]] = {}
+    parts: dict[str, dict[int, dict[int, tuple[Path, dict[str, Any]]]]] = {}
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
         if match:
-            parts.setdefault(int(match[1]), {})[int(match[2])] = path
-    delta = Delta(number)
-    for rank, paths in sorted(parts.items()):
-        files = [paths[k] for k in range(len(paths)) if k in paths]
-        if len(files) < len(paths):
+            with open_part(path) as part:
+                meta = part.meta
+            of_rank = parts.setdefault(meta.get("attempt", ""), {}).setdefault(int(match[1]), {})
+            of_rank[int(match[2])] = path, meta
+    found = [(_assembled(folder, Delta(number, attempt=attempt), ranks), max(
+        meta.get("time_us", 0) for of_rank in ranks.values() for _, meta in of_rank.values()))
+        for attempt, ranks in parts.items()]
+    return max(found, key=lambda x: (x[0].is_complete, x[1]), default=(Delta(number), 0))[0]
+
+
+def _assembled(folder: Path, delta: Delta, parts: dict[int, dict[int, tuple[Path, dict[str, Any]]]]
+               ) -> Delta:
+    """Add the parts of ranks that have written all of them to `delta`; raises FileFormatError if
+    their metadata contradict each other. `parts`: path and metadata by rank and number."""
+    for rank, of_rank in sorted(parts.items()):
+        last = max(of_rank)
+        meta = of_rank[last][1]
+        if not meta["last"] or len(of_rank) <= last:
             continue
-        with open_part(files[-1]) as last:
-            meta = last.meta
-        if not meta["last"]:
-            continue
-        if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (
+        if delta.world_size not in (0, meta["world_size"]) or meta["number"] != delta.number or (
                 delta.step not in (-1, meta["step"])):
             raise FileFormatError(f"cannot read the deltas in {str(folder)!r}",
                                   "ranks, number, step",
                                   (meta["world_size"], meta["number"], meta["step"]),
-                                  f"{(delta.world_size, number, delta.step)} in all files",
+                                  f"{(delta.world_size, delta.number, delta.step)} in all files",
                                   "remove the folder of deltas")
         delta.world_size, delta.step, delta.since = (
             meta["world_size"], meta["step"], meta["since"])
-        delta.files[rank] = files
+        delta.files[rank] = [of_rank[k][0] for k in range(last + 1)]
     return delta
 
 
@@ -262,8 +294,9 @@ def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of nested dicts and lists, with tensors detached."""
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor)
+    """Return a deep copy of nested dicts and lists, with tensors detached and in host memory: the
+    writing thread does not know the stream on which a GPU computes them."""
+    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor)
                     else copy.deepcopy(x), value)
 
 
@@ -274,11 +307,17 @@ def pack_state(copied: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(data.getbuffer(), np.uint8)
 
 
+def load_packed(packed: np.ndarray) -> Any:
+    """Return what `pack_state` has serialised, with its tensors in host memory: the GPU of the run
+    that saved may not exist here. Raises any of the errors of ``torch.load``."""
+    return torch.load(io.BytesIO(packed.tobytes()), map_location="cpu", weights_only=True)
+
+
 def unpack_state(packed: np.ndarray) -> dict[str, Any]:
     """Undo `pack_state`; raises FileFormatError if the packed state is damaged."""
     with as_format_error("cannot read a delta checkpoint", "state", "values of a model",
                          "remove the folder of deltas"):
-        found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+        found = load_packed(packed)
         return {name: found[name] for name in ("paths", "values", "extra")}
 
 
@@ -298,19 +337,21 @@ def put_state(found: dict[str, Any], state: dict[str, Any], missing: Sequence[Se
     with as_format_error("cannot read a delta checkpoint", "state", "values of this model",
                          "load it into the model that wrote it"):
         for path, value in zip(found["paths"], found["values"], strict=True):
-            if path[0] == UPDATES and path[1] not in state.get(UPDATES, {}):
-                continue  # its collection is not trained here
+            # No optimizer is loaded, or the collection is not trained here.
+            if (path[0] == "optimizer" and "optimizer" not in state) or (
+                    path[0] in (TABLES, UPDATES) and path[1] not in state.get(path[0], {})):
+                continue
             if tuple(path) in may_add:
                 set_element(state, tuple(path), value)
             at: Any = state
             for key in path[:-1]:
                 at = at[key]
             key = path[-1]
-            if isinstance(at, list) and path[0] == "optimizer" and "state" in path:
-                del at[key:]  # a list that grows or shrinks, whose values follow in order
+            if isinstance(at, list):
+                del at[key:]  # the list may grow or shrink; its values follow in order
                 at.append(value)
                 continue
-            if key not in at if isinstance(at, dict) else key >= len(at):
+            if key not in at:
                 raise KeyError(key)
             at[key] = value
     return dict(found["extra"])
@@ -357,18 +398,24 @@ def keys_of_part(arrays: Mapping[str, np.ndarray], k: int, num_records: int
             torch.from_numpy(np.concatenate([keys[:, None], seen], axis=1)))
 
 
-def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
-             ) -> None:
-    """Write the rows and records of keys of a part that this rank owns to `tables`.
+def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any],
+             into: Mapping[str, tuple[LogicalRows, Container[str]]]) -> None:
+    """Write the rows, optimizer states and records of keys of a part that this rank owns.
+
+    Args:
+        arrays, meta: the part, as `read_part` returns it.
+        into: by path, a model's collections of tables, and the tables whose states are written. In
+            parts of earlier versions, which have no paths, collections are in this order.
 
     Raises:
         FileFormatError: the part does not fit the tables.
     """
+    paths = meta.get("collections", [*into])
     for k, item in enumerate(meta["items"]):
         with as_format_error("cannot load a delta checkpoint", "rows", "rows of this model",
                              "load it into the model that wrote it"):
             collection, table, column, parts = item
-            target = tables[collection]
+            target, with_states = into[paths[collection]]
             if parts == [EXPIRED]:  # for servers: the directory itself knows when keys expire
                 continue
             if parts[0] in RECORDS:
@@ -376,7 +423,10 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
                 continue
             ids = arrays[f"{k}.ids"].astype(np.int64)
             num_rows = target.specs[table].num_rows
-            pairs = [(part, torch.from_numpy(arrays[f"{k}.{part}"])) for part in parts]
+            held = {"rows"} | ({part for part, _ in STATE_PARTS[target.specs[table].optimizer]}
+                               if table in with_states else set())
+            pairs = [(part, torch.from_numpy(arrays[f"{k}.{part}"])) for part in parts
+                     if part in held]
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
                 raise ValueError(f"ids up to {int(ids.max())} of {num_rows} rows")
             for part, values in pairs:

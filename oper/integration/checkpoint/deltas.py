@@ -13,10 +13,11 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, OperError
+from oper.errors import InvalidInputError, OperError, require
 from oper.integration.checkpoint.delta_files import (
     KEY_BYTES,
     base_of,
@@ -33,18 +34,20 @@ from oper.integration.checkpoint.delta_files import (
     copy_state,
     folder_of,
     keys_to_numpy,
+    leaves,
     pack_state,
     remove_deltas,
     rows_to_numpy,
     write_part,
 )
 from oper.integration.checkpoint.files import place_of
-from oper.integration.checkpoint.on_demand import rows_never
+from oper.integration.checkpoint.folders import Ranks
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_never
 from oper.integration.checkpoint.saving import (
-    Ranks,
     Restored,
+    collections_of,
     restore,
-    save_checkpoint,
+    save_by,
     saves_to,
     state_of,
     synchronize,
@@ -53,7 +56,6 @@ from oper.integration.checkpoint.saving import (
 from oper.integration.checkpoint.table_state import all_ranks
 from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedKeys, ChangedRows
-from oper.shmem.group.groups import Group
 from oper.shmem.tables import ShardedTables
 from oper.support.files import read_json, write_text
 
@@ -77,23 +79,30 @@ class DeltaCheckpoints:
     Attributes:
         part_bytes: approximate size of a file of rows, in bytes.
         written_bytes: bytes of deltas that this rank has written so far.
+        paths: paths of the collections of tables in the model.
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
-            read-only; `memory_bytes` is below 1; or steps of tables in device memory have been
-            captured in a CUDA graph before.
+            read-only; other parameters are divided among the ranks, as by FullyShardedDataParallel
+            or ``fully_shard``; `memory_bytes` is below 1; or steps of tables in device memory have
+            been captured in a CUDA graph before.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
                  memory_bytes: int = MEMORY_BYTES) -> None:
         self._place = place_of(folder)
         self._model, self._optimizer = model, optimizer
-        held = tables_of(model)
-        found = [t for t in held if isinstance(t, ShardedTables)]
+        held = collections_of(model)
+        found = [t for t in held.values() if isinstance(t, ShardedTables)]
+        self.paths = [*held]
         if not found or len(found) < len(held) or memory_bytes < 1:
             raise InvalidInputError(
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
                 "at least one collection, at least a byte", "save full checkpoints")
+        _refuse_parts(name for name, x in (*model.named_parameters(), *model.named_buffers())
+                     if _is_part(x))
+        _refuse_parts(name or "the model" for name, x in model.named_modules()
+                     if type(x).__name__ == "FullyShardedDataParallel")
         self._changed: list[ChangedRows] = [
             ChangedRows(t) if t.replicas is None else t.replicas.changed_rows() for t in found]
         self.part_bytes = max(1, min(32 << 20, memory_bytes // 5))
@@ -104,33 +113,38 @@ class DeltaCheckpoints:
         self._problem: BaseException | None = None
         self._folder: Path | None = None  # for deltas; None = the next save is a full checkpoint
         self._number = self._since = self._saves = 0
+        self._attempt = ""  # see `delta_files`
         self.written_bytes = 0
 
     # ---- saving ----------------------------------------------------------------------------------
 
     def save_full(self, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save a full checkpoint by `oper.save_checkpoint` and remove earlier deltas. Collective.
+        """Save a full checkpoint as `oper.save_checkpoint` does, and remove earlier deltas.
+        Collective.
 
         Args:
             step, extra: as for `save`.
         """
         step = _checked(step)
         self._end_chain()
-        save_checkpoint(self._place, self._model, self._optimizer, extra)
+        synchronize(self._model)
+        save_by(self._ranks("cannot save a checkpoint"), self._place,
+                (self._model, self._optimizer, extra), CHUNK_BYTES, step)
         self._begin(0, step)
+
+    def _ranks(self, what: str) -> Ranks:
+        return Ranks(tables_of(self._model), what, self._place)
 
     def _begin(self, number: int, step: int) -> None:
         """Continue the current checkpoint with delta `number`, relative to the current rows."""
         self._since, self._saves = step, saves_to(self._place)
-        ranks = Ranks(self._model, _WHAT, self._place)
+        ranks = self._ranks(_WHAT)
         times = self._times_to_live()
-        self._folder = folder_of(self._place) / base_of(self._place)
-        self._number = number
 
-        def clear() -> None:
-            kept = self._folder
-            assert kept is not None
-            remove_deltas(self._place, kept.name)
+        def clear() -> tuple[str, str]:
+            base = base_of(self._place)
+            remove_deltas(self._place, base)
+            kept = folder_of(self._place) / base
             # The last delta first: to a server that follows the run, a gap would break the chain.
             for path in sorted(kept.iterdir(), reverse=True) if kept.is_dir() else ():
                 if path.is_dir() and (not path.name.isdigit() or int(path.name) >= number):
@@ -138,8 +152,11 @@ class DeltaCheckpoints:
             kept.mkdir(parents=True, exist_ok=True)
             if times:
                 write_text(kept / _TIMES, json.dumps(times))
+            return base, secrets.token_hex(8)
 
-        ranks.step(lambda: clear() if ranks.first else None)
+        # Other hosts may still see the folder that rank 0 has just replaced.
+        base, self._attempt = ranks.step(lambda: clear() if ranks.first else ("", ""))[0]
+        self._folder, self._number = folder_of(self._place) / base, number
         for changed in self._changed:
             changed.restart()
 
@@ -174,7 +191,8 @@ class DeltaCheckpoints:
         Raises:
             InvalidInputError: `step` is not an integer >= 0, or a value in `extra` could not be
                 loaded again; nothing is saved.
-            OperError: an earlier delta could not be written; call `save_full`.
+            OperError: this rank could not write an earlier delta. Other ranks do not get this
+                error; `save` raises it again until all ranks have called `save_full`.
         """
         step = _checked(step)
         # On all ranks, which save the same values, and before `take` clears the marks.
@@ -189,8 +207,10 @@ class DeltaCheckpoints:
         # `take` has cleared the marks, so if copying fails, the next save must be a full one.
         folder, self._folder = self._folder, None
         assert folder is not None
-        parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since),
-                       all_ranks(self._changed[0].tables))
+        ranks = all_ranks(self._changed[0].tables)
+        parts = _Parts(self, folder / f"{self._number:06d}", {
+            "number": self._number, "step": step, "since": self._since,
+            "attempt": self._attempt, "rank": ranks.rank, "world_size": ranks.world_size})
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
             replicas = changed.tables.replicas
             for piece, mine in (slots or {}).items():
@@ -206,6 +226,7 @@ class DeltaCheckpoints:
         with rows_never():
             state = state_of(self._model, self._optimizer)
             check_readable(_WHAT, state)
+            _refuse_parts(".".join(map(str, path)) for path, x in leaves(state) if _is_part(x))
             return copy_state(state, dict(extra or {}))
 
     def take_memory(self) -> torch.Tensor:
@@ -253,7 +274,9 @@ class DeltaCheckpoints:
         if self._problem is not None:
             raise OperError(
                 _WHAT, "folder", str(self._folder), "a folder that can be written",
-                f"{self._problem}; free some space and save a full checkpoint") from self._problem
+                f"{self._problem}; other ranks do not get this error: let the run end and continue "
+                "from the last complete delta, or free some space and make all ranks save a full "
+                "checkpoint (save_full) after the same step") from self._problem
 
     def flush(self) -> None:
         """Wait until all deltas have been written; raises OperError if one could not be written."""
@@ -293,7 +316,7 @@ class DeltaCheckpoints:
             dynamic.refuse("cannot load rows of several steps", "load without newest_rows")
         self._end_chain()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
-        ranks = Ranks(self._model, _WHAT, self._place)
+        ranks = self._ranks(_WHAT)
         if found.folder == self._place and found.is_exact and ranks.step(
                 lambda: self._has_same_times() if ranks.first else True)[0]:
             self._begin(found.num_deltas, found.step)
@@ -305,6 +328,19 @@ class DeltaCheckpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OperError) if kind else contextlib.nullcontext():
             self.close()
+
+
+def _is_part(value: Any) -> bool:
+    """Whether a value is one of which every rank holds a part."""
+    return hasattr(value, "full_tensor") or type(value).__name__ == "ShardedTensor"
+
+
+def _refuse_parts(names: Iterable[str]) -> None:
+    """Raise InvalidInputError if there are `names` of values of which every rank holds a part."""
+    found = [*names]
+    require(_WHAT, "save full checkpoints (oper.save_checkpoint), or keep these values whole on "
+            "every rank", ("values of which every rank holds a part", found[:8], not found,
+                           "none but tables, since a delta has the values of rank 0"))
 
 
 def _checked(step: Any) -> int:
@@ -320,12 +356,9 @@ class _Parts:
     values that the next step may overwrite are copied; the writing thread computes ids and
     serialises the state."""
 
-    def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int],
-                 ranks: Group) -> None:
+    def __init__(self, owner: DeltaCheckpoints, folder: Path, where: dict[str, Any]) -> None:
         self._owner, self._folder = owner, folder
-        self._where = {"number": int(folder.name), "step": steps[0], "since": steps[1],
-                       "rank": ranks.rank, "world_size": ranks.world_size, "part": 0,
-                       "time_us": int(time.time() * 1e6)}
+        self._where = {**where, "part": 0, "time_us": int(time.time() * 1e6)}
         self._arrays: dict[str, np.ndarray] = {}
         # By array of ids: the directory, the rank that owns the rows, and their slots.
         self._slots: dict[str, tuple[TableDirectory, int, np.ndarray]] = {}
@@ -393,14 +426,15 @@ class _Parts:
     def _put(self, last: bool) -> None:
         self._owner.put(self._memory, partial(
             _finished, self._folder, dict(self._where), self._arrays,
-            {"items": self._items, "last": last}, (self._slots, self._state)))
+            {"items": self._items, "last": last, "collections": self._owner.paths},
+            (self._slots, self._state)))
         self._arrays, self._slots, self._items, self._bytes = {}, {}, [], 0
         self._where["part"] += 1
         if not last:
             self._memory, self._used = self._owner.take_memory(), 0
 
 
-def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
+def _finished(folder: Path, where: dict[str, Any], arrays: dict[str, np.ndarray],
               meta: dict[str, Any], rest: tuple[dict[str, Any], dict[str, Any] | None]
               ) -> tuple[Any, ...]:
     """Add ids and the serialised state to a part; return the arguments of `write_part`."""

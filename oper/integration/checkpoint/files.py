@@ -71,6 +71,17 @@ def present_and_previous(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     return place, place.with_name(f"{place.name}.previous")
 
 
+def open_folder(folder: Path) -> int:
+    """Open a folder and return its descriptor; raises OSError."""
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def path_of(number: int) -> Path:
+    """Return a path that continues to refer to an open folder after a rename. A training run may
+    replace a checkpoint while it is read; the files of two checkpoints must not be mixed."""
+    return Path(f"/proc/self/fd/{number}")
+
+
 @contextlib.contextmanager
 def as_format_error(what: str, name: str, expected: str, todo: str,
                     kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:

@@ -7,7 +7,6 @@ the chain are ignored; the next full checkpoint begins a new chain.
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from oper.integration.checkpoint.delta_files import (
     base_of,
     folder_of,
     keys_of_part,
+    load_packed,
     look,
     open_part,
 )
@@ -201,6 +201,8 @@ class Follower:
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
             file = open_part(path)
+            if file.meta.get("attempt", "") != delta.attempt:
+                raise FileNotFoundError(path)  # a run that continues has just replaced it
             with as_format_error(what, f"content of {path.name}", "changed rows and a dense state, "
                                  "as DeltaCheckpoints writes", "wait for the next full checkpoint",
                                  _MALFORMED):
@@ -313,7 +315,7 @@ def _floats(rows: np.ndarray) -> torch.Tensor:
 
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the model's dense weights from a state packed by `delta_files.pack_state`."""
-    found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
+    found = load_packed(packed)
     if any(isinstance(x, torch.Tensor) and x.layout != torch.strided for x in found["values"]):
         raise ValueError("weights are sparse")
     return {path[1]: value for path, value in zip(found["paths"], found["values"], strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import check_rank, may_copy_rows
+from oper.integration.checkpoint.on_demand import TableRows, check_rank, may_copy_rows
 from oper.integration.checkpoint.table_state import (
     all_ranks,
     chunks_of,
@@ -81,7 +81,10 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
             for key in entries:
                 check_rank(f"cannot load {key!r}", state_dict[key], tables.group.rank)
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-    errors = errors_of_all(all_ranks(tables), [*absent, *not_plain(state_dict, entries)], errors)
+        if not lacks:  # refused rows would remain those of other keys
+            TableRows(tables, name).check(state_dict[weight])
+    errors = errors_of_all(all_ranks(tables), [
+        *absent, *not_plain(state_dict, [weight, *entries])], errors)
     if absent and not errors:
         return
     values: dict[str, Any] = {}

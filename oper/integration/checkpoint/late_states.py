@@ -70,8 +70,21 @@ def _has(values: Any, path: _Path) -> bool:
 def add_missing(state: dict[str, Any], metadata: Metadata, optimizer: Any) -> None:
     """Add placeholders to `state` for the `missing_states` of a checkpoint."""
     paths = {tuple(keys): name for name, keys in (metadata.planner_data or {}).items()}
+    parameters = parameters_of(optimizer)
     for path in missing_states(state, paths, optimizer):
-        set_element(state, tuple(path), placeholder(metadata, paths[tuple(path)]))
+        value = placeholder(metadata, paths[tuple(path)])
+        number = str(path[2])
+        if number.isdecimal() and int(number) < len(parameters):
+            like: Any = parameters[int(number)]  # a DTensor, if it is divided among the ranks
+            if getattr(value, "shape", None) == like.shape and hasattr(like, "full_tensor"):
+                value = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        set_element(state, tuple(path), value)
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, numbered as in its state; [] of another object."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def placeholder(metadata: Metadata, name: str) -> Any:

@@ -216,7 +216,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return items
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, weights_only=True)
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)

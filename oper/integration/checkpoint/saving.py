@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,16 +17,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from oper.errors import (
-    DeadlineError,
-    FileFormatError,
-    InvalidInputError,
-    OperError,
-    PeerLostError,
-    fail,
-    require,
-)
+from oper.errors import require
 from oper.integration.checkpoint.delta_files import (
+    TABLES,
     UPDATES,
     Delta,
     check,
@@ -44,28 +38,34 @@ from oper.integration.checkpoint.files import (
     sum_of,
     write_checksums,
 )
-from oper.integration.checkpoint.folders import Folders, complete
+from oper.integration.checkpoint.folders import Folders, Ranks, complete
 from oper.integration.checkpoint.late_states import (
     add_missing,
     missing_states,
+    parameters_of,
     placeholder,
     restore_numbers,
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
-from oper.integration.checkpoint.table_state import check_optimizers, optimizer_names
+from oper.integration.checkpoint.table_state import (
+    MOMENTUM,
+    MOMENTUM_SGD,
+    check_optimizers,
+    optimizer_names,
+    tables_with_states,
+)
+from oper.integration.table_tensor import TableTensor
 from oper.rows.remap import Remap, load_remap
-from oper.shmem.group.groups import Group, SingleGroup, default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
 from oper.shmem.tables import ShardedTables
-from oper.support.files import disk_full_error
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
 _OPTIMIZERS = "table_optimizers"  # key of a checkpoint, see `optimizer_names`
+_DELTAS = "deltas"  # key of a checkpoint: the step that its deltas continue
 _SAVES: Counter[Path] = Counter()  # checkpoints that this process has saved, by folder
-_T = TypeVar("_T")
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
@@ -100,20 +100,22 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     """
     path = place_of(folder)
     synchronize(model)
-    save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
-            chunk_bytes)
+    save_by(Ranks(tables_of(model), "cannot save a checkpoint", path), path,
+            (model, optimizer, extra), chunk_bytes)
 
 
 def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any] | None],
-            chunk_bytes: int) -> None:
-    """Save (model, optimizer, extra) as `save_checkpoint` does, on the given ranks."""
+            chunk_bytes: int, step: int | None = None) -> None:
+    """Save (model, optimizer, extra) as `save_checkpoint` does, on the given ranks; and `step`, the
+    number of the step for `Restored.step`."""
     model, optimizer, extra = what
     folders = Folders(path)
     ranks.step(lambda: folders.make_room() if ranks.first else None)
     with rows_on_demand(chunk_bytes):
-        names = {path: optimizer_names(t) for path, t in _trained(_inner(model)).items()}
+        names = {path: optimizer_names(m.tables) for path, m in _trained(_inner(model)).items()}
         state = (state_of(model, optimizer) | ({"extra": dict(extra)} if extra else {})
-                 | ({_OPTIMIZERS: names} if any(names.values()) else {}))
+                 | ({_OPTIMIZERS: names} if any(names.values()) else {})
+                 | ({} if step is None else {_DELTAS: {"step": step}}))
         ranks.step(lambda: check_readable("cannot save a checkpoint", state))
         _write(state, folders.saving, ranks)
     ranks.step(lambda: folders.put_in_place() if ranks.first else None)
@@ -166,8 +168,9 @@ class Restored:
         extra: ``extra`` as it was saved; {} if there was none.
         folder: the loaded checkpoint.
         num_deltas: number of complete deltas loaded after the checkpoint.
-        step: step of the last of these deltas; without deltas, ``extra["step"]`` if it is an
-            integer, else 0.
+        step: step of the last of these deltas; without deltas, that passed to
+            `DeltaCheckpoints.save_full`, or in a checkpoint of `save_checkpoint` ``extra["step"]``
+            if it is an integer, else 0.
         steps_lost: maps ranks of the saving run to the number of steps by which their rows are
             older than the newest rows; empty if all rows are of the same step.
     """
@@ -193,39 +196,42 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     """
     place = place_of(folder)
     synchronize(model)  # rows may only be written while all replica groups have the same rows
-    path = complete(place)
-    ranks = Ranks(model, "cannot load a checkpoint", path)
-    numbers = remap or {}
-    for t in tables_of(model) if numbers else ():
+    numbers, tables = remap or {}, tables_of(model)
+    for t in tables if numbers else ():
         check_renumbering(t, numbers)
-    ranks.step(lambda: check_files(path, ranks.rank, ranks.world_size))
-    deltas: list[Delta] = ranks.step(
-        lambda: find(path, place) if ranks.first else [])[0]
-    rest = [d for d in deltas if not d.is_complete and d.files and newest_rows]
-    deltas = [d for d in deltas if d.is_complete]
-    ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
-    with rows_on_demand():
-        state = state_of(model, optimizer)
-        read: list[dict[str, Any] | None] = []
-        ranks.step(lambda: read.append(_newest_state([*deltas, *rest])))
-        newest = read[0]
-        missing = missing_states(state, newest["paths"] if newest else (), optimizer)
-        _read(state, path, ranks, (model, optimizer), newest, grown)
-        extra = put_state(newest, state, missing) if newest else None
-        take_over(state, model, optimizer)
+    ranks = Ranks(tables, "cannot load a checkpoint", place)
+    with contextlib.ExitStack() as stack:
+        path, opened = ranks.open(lambda: complete(place), stack)
+        ranks.step(lambda: check_files(opened, ranks.rank, ranks.world_size))
+        deltas: list[Delta] = ranks.step(
+            lambda: find(opened, place) if ranks.first else [])[0]
+        rest = [d for d in deltas if not d.is_complete and d.files and newest_rows]
+        deltas = [d for d in deltas if d.is_complete]
+        ranks.step(lambda: check([*deltas, *rest], ranks.rank, ranks.world_size))
+        with rows_on_demand():
+            state = state_of(model, optimizer)
+            read: list[dict[str, Any] | None] = []
+            ranks.step(lambda: read.append(_newest_state([*deltas, *rest])))
+            newest = read[0]
+            missing = missing_states(state, newest["paths"] if newest else (), optimizer)
+            loaded = _read(state, opened, ranks, (model, optimizer), newest, grown)
+            extra = put_state(newest, state, missing) if newest else None
+            take_over(state, model, optimizer)
     if deltas or rest:
-        tables = tables_of(model)
-        ranks.step(lambda: _put_rows([*deltas, *rest], tables))
+        held = {id(m.tables): tables_with_states(m, loaded)
+                for m in _trained(_inner(model)).values()}
+        into = {path: (t, held.get(id(t), set())) for path, t in collections_of(model).items()}
+        ranks.step(lambda: _put_rows([*deltas, *rest], into))
         for t in tables:
             if isinstance(t, ShardedTables) and t.keys is not None:
                 t.keys.flush()  # after the records of the deltas
             t.flush_replicas()
         ranks.step(lambda: _check_keys(tables))
-    for t in tables_of(model) if numbers else ():
+    for t in tables if numbers else ():
         renumber(t, numbers)
     if extra is None:
         extra = dict(state.get("extra", {}))
-    step = deltas[-1].step if deltas else extra.get("step", 0)
+    step = deltas[-1].step if deltas else state.get(_DELTAS, {}).get("step", extra.get("step", 0))
     lost = {r: rest[0].step - rest[0].since for r in rest[0].missing} if rest else {}
     if lost:
         _log.warning("the rows of ranks %s are newer than the others: the loaded state is inexact; "
@@ -243,11 +249,11 @@ def _newest_state(deltas: list[Delta]) -> dict[str, Any] | None:
     return None
 
 
-def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
+def _put_rows(deltas: list[Delta], into: dict[str, tuple[LogicalRows, set[str]]]) -> None:
     for delta in deltas:
         for files in delta.files.values():
             for path in files:
-                put_rows(*read_part(path), tables)
+                put_rows(*read_part(path), into)
 
 
 def _check_keys(tables: list[LogicalRows]) -> None:
@@ -264,25 +270,34 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     for name, module in _bare_modules(inner).items():
-        module.load_optimizer_state_dict(state["tables"][name])
-    for name, tables in _trained(inner).items():  # last, since optimizer states have steps, too
+        module.load_optimizer_state_dict(state[TABLES][name])
+    for name, module in _trained(inner).items():  # last, since optimizer states have steps, too
         if state[UPDATES][name] is not None:
-            tables.set_updates(state[UPDATES][name])
+            module.tables.set_updates(state[UPDATES][name])
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return the state to save in a checkpoint, without ``extra``; raises InvalidInputError if
-    `optimizer` has no state."""
-    require("cannot make a checkpoint's state", "pass several optimizers as one CombinedOptimizer",
+    `optimizer` has no state, or a state that only this rank could load."""
+    what = "cannot make a checkpoint's state"
+    require(what, "pass several optimizers as one CombinedOptimizer",
             ("optimizer", type(optimizer).__name__, optimizer is None or hasattr(
                 optimizer, "state_dict"), "an object with state_dict(), or None"))
     inner = _inner(model)
+    flat = {id(p) for module in inner.modules() for p in module.parameters()
+            if type(module).__name__ == "FullyShardedDataParallel"}
+    divided = [p for p in parameters_of(optimizer)
+               if id(p) in flat and not isinstance(p, TableTensor)]
+    require(what, "divide them by fully_shard, or pass an object whose state_dict() calls "
+            "FullyShardedDataParallel.optim_state_dict",
+            ("parameters of FullyShardedDataParallel in the optimizer", len(divided), not divided,
+             "0, since the optimizer has states of a rank's part of them"))
     state: dict[str, Any] = {"model": inner.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
     bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
-    state |= {"tables": bare} if bare else {}
-    updates = {name: tables.updates() for name, tables in _trained(inner).items()}
+    state |= {TABLES: bare} if bare else {}
+    updates = {name: module.tables.updates() for name, module in _trained(inner).items()}
     return state | ({UPDATES: updates} if updates else {})
 
 
@@ -297,9 +312,9 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
             if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None}
 
 
-def _trained(model: nn.Module) -> dict[str, ShardedTables]:
-    """Return the collections in training, by path."""
-    return {name: tables for name, module in _by_path(model).items()
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """Return the modules with a collection of tables in training, by path."""
+    return {name: module for name, module in _by_path(model).items()
             if isinstance(tables := getattr(module, "tables", None), ShardedTables)
             and tables.optimizers is not None}
 
@@ -335,68 +350,13 @@ def tables_of(model: nn.Module) -> list[LogicalRows]:
     return list({id(t): t for t in held if isinstance(t, LogicalRows)}.values())
 
 
-# ---- steps of all ranks --------------------------------------------------------------------------
-
-
-class Ranks:
-    """Runs the steps of saving or loading so that each succeeds on all ranks or fails on all.
-
-    Args:
-        model: the model; if it has sharded tables, their group identifies a lost rank. None = the
-            steps are run on this rank only, without communication.
-        what: start of error messages, such as "cannot save a checkpoint".
-        path: the checkpoint's folder, for error messages.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks W.
-        first: whether this is rank 0.
-    """
-
-    def __init__(self, model: nn.Module | None, what: str, path: Path) -> None:
-        self._group: Group = SingleGroup() if model is None else default_group()
-        self.rank, self.world_size = self._group.rank, self._group.world_size
-        self.first = self.rank == 0
-        self._what, self._path = what, path
-        self._tables = None if model is None else next(
-            (t for t in tables_of(model) if not t.group.is_local
-             and t.group.world_size == self.world_size), None)
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in rank order."""
-        return (self._tables or self._group).all_gather(value)
-
-    def step(self, action: Callable[[], _T]) -> list[_T]:
-        """Run `action` on every rank and return all results in rank order. Collective.
-
-        If it fails on any rank, all ranks raise the same error.
-        """
-        result: Any = None
-        problem: Exception | None = None
-        try:
-            result = action()
-        except (PeerLostError, DeadlineError):
-            raise
-        except Exception as error:
-            problem = error
-        everyone = self.all_gather((result, _description(problem)))
-        found = {rank: described for rank, (_, described) in enumerate(everyone) if described}
-        if not found:
-            return [value for value, _ in everyone]
-        kind, text = next(iter(found.values()))
-        if len(set(found.values())) == 1 and kind is not OperError:
-            raise kind(text) from problem
-        raise kind(fail(self._what, "folder", str(self._path), "success on every rank",
-                        "; ".join(f"rank {r}: {t}" for r, (_, t) in found.items()))) from problem
-
-
-def _description(error: Exception | None) -> tuple[type[OperError], str] | None:
-    """Return the class and text of an error to send to the other ranks."""
-    if error is None:
-        return None
-    kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)
-    kind = next((k for k in kinds if isinstance(error, k)), OperError)
-    return kind, str(disk_full_error(error) or error) or type(error).__name__
+def collections_of(model: nn.Module) -> dict[str, LogicalRows]:
+    """Return the `tables_of` a model by the paths of their modules, see `_by_path`."""
+    found: dict[int, tuple[str, LogicalRows]] = {}
+    for path, module in _by_path(_inner(model)).items():
+        if isinstance(tables := getattr(module, "tables", None), LogicalRows):
+            found.setdefault(id(tables), (path, tables))
+    return dict(found.values())
 
 
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
@@ -425,22 +385,27 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     def finish() -> None:
         writer.finish(metadata, [results for results, _ in everyone])
         sums = {name: s for _, own in everyone for name, s in own.items()}
+        lost = [name for name, (size, _) in sums.items()
+                if not (folder / name).exists() or (folder / name).stat().st_size != size]
+        require("cannot save a checkpoint", "choose a folder on a file system that all ranks share",
+                ("files of other ranks that rank 0 does not find", lost[:8], not lost, "none"))
         write_checksums(folder, sums | {METADATA: sum_of(folder / METADATA)})
 
     ranks.step(lambda: finish() if ranks.first else None)
 
 
 def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Module, Any],
-          newest: dict[str, Any] | None, grown: bool) -> None:
+          newest: dict[str, Any] | None, grown: bool) -> set[str]:
     """Read into `state` as ``torch.distributed.checkpoint.load`` does, and add the saved ``extra``
     and the saved states of parameters that have no state in the optimizer yet. `into` is (model,
-    optimizer).
+    optimizer). Return the last parts of the names of all values.
 
     Values of the optimizer that are in `newest`, the state of the newest delta, may be missing in
     the checkpoint: it may have been saved before the optimizer's first step.
     """
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
     model, optimizer = into
+    labels: set[str] = set()
     # A list of plain values, which has several paths in a delta, is one value of a checkpoint.
     planner.optional = frozenset(".".join(map(str, p[:n])) for p in (
         newest["paths"] if newest else ()) if p[0] == "optimizer" for n in range(2, len(p) + 1))
@@ -451,6 +416,8 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
         extra = _stored_extra(metadata)
         if extra:
             state["extra"] = extra
+        if f"{_DELTAS}.step" in metadata.state_dict_metadata:
+            state[_DELTAS] = {"step": None}
         # Other programs do not save `UPDATES`, but deltas may add them; None: not changed.
         found, all_updates = dict(state), state.get(UPDATES, {})
         updates = {path: value for path, value in all_updates.items()
@@ -459,11 +426,15 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
         found.pop(UPDATES, None)
         planner.set_up_planner(found | ({UPDATES: updates} if updates else {}), metadata,
                                ranks.first)
-        labels, modules = {keys[-1] for keys in planner.mappings.values()}, _by_path(_inner(model))
-        for path in _trained(_inner(model)):
-            check_optimizers(modules[path], {
-                keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
-                if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)}, labels)
+        labels.update(str(keys[-1]) for keys in planner.mappings.values())
+        has_old_momenta = True
+        for path, module in _trained(_inner(model)).items():
+            saved = {keys[2]: keys[3] for keys in (metadata.planner_data or {}).values()
+                     if len(keys) == 4 and (keys[0], keys[1]) == (_OPTIMIZERS, path)}
+            check_optimizers(module, saved, labels)
+            has_old_momenta &= all(t.name in saved for t in module.tables.specs.values()
+                                   if t.optimizer == MOMENTUM_SGD)
+        _rename_momenta(metadata, planner.mappings, has_old_momenta)
         reader.set_up_storage_reader(metadata, ranks.first)
         plan = planner.create_local_plan()
         _check_complete(metadata, planner.mappings)
@@ -477,6 +448,23 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, into: tuple[nn.Modu
         restore_numbers(state)
 
     ranks.step(read)
+    return labels
+
+
+def _rename_momenta(metadata: Metadata, wanted: Iterable[str], are_known: bool) -> None:
+    """Give the momenta of SGD in a checkpoint of an earlier version, ``momentum1``, their present
+    name. Raises InvalidInputError unless `are_known`: they could be the sums of Adagrad."""
+    stored = metadata.state_dict_metadata
+    for name in wanted:
+        old = f"{name.removesuffix(MOMENTUM)}momentum1"
+        if not name.endswith(f".{MOMENTUM}") or name in stored or old not in stored:
+            continue
+        require("cannot load a checkpoint", "save it again by the version of OPER that wrote it, "
+                "with oper.save_checkpoint", (name, old, are_known, "a checkpoint that states the "
+                                              "optimizer of the table, SGD with momentum"))
+        stored[name] = stored.pop(old)
+        for index in [x for x in metadata.storage_data if x.fqn == old]:
+            metadata.storage_data[replace(index, fqn=name)] = metadata.storage_data.pop(index)
 
 
 def _check_complete(metadata: Metadata, wanted: Container[str]) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 
 from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.files import place_of
+from oper.integration.checkpoint.folders import Ranks
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES
-from oper.integration.checkpoint.saving import Ranks, save_by, tables_of
+from oper.integration.checkpoint.saving import save_by, tables_of
 from oper.shmem.counters.progress import Progress
 from oper.shmem.tables import ShardedTables
 

@@ -8,7 +8,15 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +35,10 @@ _GENERATOR = threading.Lock()
 InitFn = Callable[[torch.Tensor], Any]
 # TorchRec's names of the parts of an optimizer's state.
 _STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
+# The part of SGD with momentum, which TorchRec lacks, has torch's name instead: under the same name
+# and in the same shape, it could be loaded as Adagrad's sums of squares.
+MOMENTUM_SGD = "momentum_sgd"
+MOMENTUM = "momentum_buffer"
 
 
 def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
@@ -253,12 +265,14 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
 
 def _parts_of(tables: ShardedTables, name: str, label: str) -> dict[str, str]:
     """Map the keys of a table's optimizer state, without its number of steps, to its parts."""
-    return {f"{label}.{_STATE_NAMES[part]}": part
-            for part, _ in STATE_PARTS[tables.specs[name].optimizer]}
+    kind = tables.specs[name].optimizer
+    return {f"{label}.{MOMENTUM if kind == MOMENTUM_SGD else _STATE_NAMES[part]}": part
+            for part, _ in STATE_PARTS[kind]}
 
 
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
-    """Return a table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
+    """Return a table's optimizer state, ``{"<label>.momentum1": ...}``, under TorchRec's names
+    where it has the state.
 
     Values are as `table_entry` returns them, with rows in logical order under any plan. Optimizers
     with bias correction add ``<label>.step``, a float32 scalar.
@@ -270,9 +284,9 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
     return entries
 
 
-def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: Any) -> list[str]:
-    """Return why `load_optimizer_entries` cannot load ``state``; on all ranks if any rank cannot.
-    Collective.
+def check_optimizer_entries(tables: ShardedTables, labels: Mapping[str, str], state: Any) -> None:
+    """Raise InvalidInputError on all ranks if `load_optimizer_entries` cannot load ``state`` on any
+    rank. Collective.
 
     Args:
         tables: the collection that holds the tables.
@@ -299,7 +313,15 @@ def optimizer_errors(tables: ShardedTables, labels: Mapping[str, str], state: An
         with noting(errors):
             check_steps(what, found.get(f"{label}.step", 0))
         distributed_entries += not_plain(found, parts)
-    return errors_of_all(all_ranks(tables), distributed_entries, errors)
+    refuse_states(errors_of_all(all_ranks(tables), distributed_entries, errors))
+
+
+def refuse_states(errors: Sequence[str]) -> None:
+    """Raise InvalidInputError if a rank has `errors` that keep all ranks from loading the states of
+    optimizers."""
+    require("cannot load the states of the tables' optimizers",
+            "pass the state of a model with these tables, the same one on all ranks",
+            ("errors", list(errors[:8]), not errors, "none on any rank"))
 
 
 def check_steps(what: str, steps: Any) -> int:
@@ -340,25 +362,34 @@ def optimizer_names(tables: ShardedTables) -> dict[str, dict[str, bool]]:
     return {t.name: {t.optimizer: True} for t in tables.specs.values() if STATE_PARTS[t.optimizer]}
 
 
-def check_optimizers(module: Any, saved: Mapping[str, str], wanted: Container[Any]) -> None:
-    """Raise InvalidInputError if states to load would get another meaning in a sharded module.
-
-    ``momentum1`` has first moments for the variants of Adam and LAMB, sums of squares for Adagrad,
-    and other sums of gradients for SGD with momentum and LarsSGD, perhaps in the same shape. The
-    variants of Adam and LAMB, which have second moments as well, can take over each other's states.
+def tables_with_states(module: Any, wanted: Container[Any]) -> set[str]:
+    """Return the tables of a sharded module whose optimizer states are loaded.
 
     Args:
         module: the module. The states of a TorchRec collection are loaded only with its
             ``fused_optimizer``, those of other modules always.
-        saved: by table, the optimizer of the run that saved.
         wanted: names of the values to load, among them those of `optimizer_entries`.
     """
     tables: ShardedTables = module.tables
     names: Mapping[str, str] | None = getattr(module, "_names", None)
-    loaded = tables.specs if names is None else {
-        name for label, name in names.items() if f"{label}.momentum1" in wanted}
+    return {name for label, name in (names or {"weight": module._name}).items()
+            if any(key in wanted for key in _parts_of(tables, name, label))}
+
+
+def check_optimizers(module: Any, saved: Mapping[str, str], wanted: Container[Any]) -> None:
+    """Raise InvalidInputError if states to load would get another meaning in a sharded module.
+
+    ``momentum1`` has first moments for the variants of Adam and LAMB, sums of squares for Adagrad,
+    and other sums of gradients for LarsSGD, perhaps in the same shape. The variants of Adam and
+    LAMB, which have second moments as well, can take over each other's states.
+
+    Args:
+        saved: by table, the optimizer of the run that saved.
+        module, wanted: as for `tables_with_states`.
+    """
+    loaded, specs = tables_with_states(module, wanted), module.tables.specs
     for name, before in saved.items():
-        spec = tables.specs.get(name)
+        spec = specs.get(name)
         if (spec is None or name not in loaded or before == spec.optimizer
                 or not STATE_PARTS[spec.optimizer]):
             continue

@@ -19,6 +19,8 @@ from oper.integration.checkpoint.files import (
     CheckpointReader,
     check_files,
     load_archive,
+    open_folder,
+    path_of,
 )
 from oper.integration.checkpoint.on_demand import TableRows, rows_on_demand
 from oper.shmem.memory.quantise import dequantise
@@ -26,15 +28,6 @@ from oper.shmem.rows import CHUNK_ROWS
 from oper.tables import CODE_BITS, TableSpec
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
-
-
-def _open_folder(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-def _path_of(number: int) -> Path:
-    """Return a path that continues to refer to an open folder after a rename."""
-    return Path(f"/proc/self/fd/{number}")
 
 
 def extra_value(folder: Path, key: str) -> Any:
@@ -48,9 +41,9 @@ def extra_value(folder: Path, key: str) -> Any:
         stack.enter_context(contextlib.suppress(
             OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError,
             CheckpointException))  # a BaseException
-        number = _open_folder(folder)
+        number = open_folder(folder)
         stack.callback(os.close, number)
-        reader = CheckpointReader(_path_of(number))
+        reader = CheckpointReader(path_of(number))
         if f"extra.{key}" in reader.read_metadata().state_dict_metadata:
             load(state, storage_reader=reader, no_dist=True)
     return state["extra"][key]
@@ -113,11 +106,10 @@ class Weights:
                                   "regenerate it") from None
 
     def _hold(self, folder: Path) -> Path:
-        """Return a path that continues to refer to this folder after a rename. A training run may
-        replace the folder while it is read; its files must not be mixed."""
-        number = _open_folder(folder)
+        """Return a path that continues to refer to this folder after a rename, see `path_of`."""
+        number = open_folder(folder)
         weakref.finalize(self, os.close, number)
-        return _path_of(number)
+        return path_of(number)
 
     def value(self, key: str) -> Any:
         """Return a weight: a tensor, `TableRows`, or another value of the ``state_dict``.

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torchrec.optim.fused import FusedOptimizer
 
-from oper.errors import InvalidInputError, require
+from oper.errors import require
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
     States,
     all_ranks,
+    check_optimizer_entries,
     load_optimizer_entries,
     optimizer_entries,
-    optimizer_errors,
     refuse_state,
+    refuse_states,
 )
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.tables import ShardedTables
@@ -95,9 +96,7 @@ class TableOptimizer(FusedOptimizer):
         state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
         found = state if isinstance(state, Mapping) else {}
         mine = {t: found[p] for t, p in self._parameters_of.items() if p in found}
-        errors = optimizer_errors(self._tables, {t: self._names[t] for t in self._weights}, mine)
-        if errors:
-            _refuse_states(errors)
+        check_optimizer_entries(self._tables, {t: self._names[t] for t in self._weights}, mine)
         loading: dict[str, Entries] = {}  # keeps entries alive until they are written to the tables
         self._loading = loading
         failed: Exception | None = None
@@ -110,8 +109,7 @@ class TableOptimizer(FusedOptimizer):
         errors = errors_of_all(all_ranks(self._tables), [], [str(failed)] if failed else [])
         if failed is not None:
             raise failed
-        if errors:
-            _refuse_states(errors)
+        refuse_states(errors)
         self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
@@ -141,12 +139,6 @@ class TableOptimizer(FusedOptimizer):
         self._tables.drop_gradients()
         for x in self._weights.values():
             x.grad = None
-
-
-def _refuse_states(errors: Sequence[str]) -> NoReturn:
-    raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
-                            errors[:8], "none on any rank",
-                            "pass the state_dict of a model with these tables on all ranks")
 
 
 def _forget_weights(groups: list[dict[str, Any]]) -> None:
