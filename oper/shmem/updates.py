@@ -79,8 +79,10 @@ class TableUpdates(MeasuredTables):
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if held.refused is not None and not held.holders:
                 self._refuse_held()
-            passed = (held.join(parts) if held.is_entered or held.passes or len(parts) > 1
-                      else parts[0])
+            passed: Backward | None = parts[0]
+            if held.is_entered or held.passes or len(parts) > 1:
+                with self._refusing():
+                    passed = held.join(parts)
             if passed is None:
                 return
             if self.turns.parts is not None:
