@@ -257,6 +257,5 @@ def _lines(command: list[str]) -> list[str]:
 
 def _limit() -> str:
     """Return the memory limit of the control group, which may be below the machine's memory."""
-    text = (kernel.read("/sys/fs/cgroup/memory.max")
-            or kernel.read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    return format_bytes(int(text)) if text.isdigit() and int(text) < 1 << 60 else "none"
+    most = kernel.memory_limit()
+    return "none" if most is None else format_bytes(most)

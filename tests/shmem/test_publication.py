@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperE
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.publication import publisher as publication
+from oper.shmem.publication.buffers import Layout
 from oper.shmem.publication.handshake import HANDSHAKE, receive_handshake
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
@@ -282,6 +284,14 @@ def test_memory_of_the_other_buffer(name: str) -> None:
         wait_for(lambda p=publisher, most=most: (p.memory_bytes()["spare"] > 0) == (most > 0))
         reader.close()
         publisher.close()
+
+
+def test_memory_includes_rows_that_a_plan_puts_into_host_memory() -> None:
+    there = plan(1)
+    here = replace(there, tables=tuple(replace(t, pieces=tuple(
+        replace(p, tiers=tuple(replace(x, memory="host") for x in p.tiers)) for p in t.pieces))
+        for t in there.tables))
+    assert Layout(here, []).num_bytes == Layout(there, []).num_bytes > 0
 
 
 def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Reader) -> None:
