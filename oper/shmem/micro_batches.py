@@ -95,12 +95,12 @@ class _Worker:
         What a signal's handler raises meanwhile is raised afterwards, since the worker thread uses
         the tables until then.
         """
-        interrupted = None
+        interrupted: BaseException | None = None
         while threading.get_ident() != self._identity:
             try:
                 wait(self._submitted)
                 break
-            except (KeyboardInterrupt, SystemExit, TimeoutError) as error:
+            except BaseException as error:
                 interrupted = error
         if interrupted is not None:
             raise interrupted
