@@ -321,6 +321,16 @@ def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Re
     assert publisher.publish_rows(with_number(3e38), large) == 2  # the sums are not finite
 
 
+def test_infinite_numbers_of_a_mask_may_stay(name: str) -> None:
+    mask = {"mask": torch.tensor([0.0, -float("inf")])}
+    publisher = Publisher(name, plan(1), mask)
+    publisher.publish_rows(constant(1), mask)
+    assert publisher.commit(publisher.prepare_rows({}, mask)) == 3
+    with pytest.raises(InvalidInputError, match="mask='inf or nan'"):
+        publisher.prepare_rows({}, {"mask": -mask["mask"]})
+    publisher.close()
+
+
 def test_checksums_detect_damage(publisher: Publisher, reader: Reader) -> None:
     assert reader.verify() == 1
     address = publisher._state.buffers[1].addresses[0]
