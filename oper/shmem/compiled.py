@@ -145,8 +145,12 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
         if they need none.
     """
     opened = _tables(tables)
-    batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,
-                   None if weights is None else weights.contiguous(), pooled)
+    # Copies, since a compiled graph reuses the memory of an operator's arguments after their last
+    # use, but the tables are updated when the graph has ended.
+    grad, offsets = grad.clone(), offsets.clone()
+    kept = torch.contiguous_format
+    batch = Lookup(ids.clone(memory_format=kept), offsets.diff(), key_of, batch_size,
+                   None if weights is None else weights.clone(memory_format=kept), pooled)
     of_weights = grad.new_empty(0)
     if weights_need_gradient:
         check_rows(opened, rows.tolist())

@@ -90,9 +90,20 @@ class _Worker:
         return call(argument)
 
     def settle(self) -> None:
-        """Wait until all queued calls are done; returns immediately on the worker thread itself."""
-        if threading.get_ident() != self._identity:
-            wait(self._submitted)
+        """Wait until all queued calls are done; returns immediately on the worker thread itself.
+
+        What a signal's handler raises meanwhile is raised afterwards, since the worker thread uses
+        the tables until then.
+        """
+        interrupted: BaseException | None = None
+        while threading.get_ident() != self._identity:
+            try:
+                wait(self._submitted)
+                break
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
     def raise_failed(self) -> None:
         """Raise the error of the first call that has failed so far."""

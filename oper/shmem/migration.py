@@ -158,8 +158,12 @@ class Migration:
         Returns:
             Whether the tables now follow the new plan.
         """
-        with phase_of(self._source, MIGRATION):
-            return self._advance()
+        try:
+            with phase_of(self._source, MIGRATION):
+                return self._advance()
+        except BaseException:  # rows that were not copied yet may be marked as copied
+            self.restart()
+            raise
 
     def _advance(self) -> bool:
         touched = {name: np.unique(np.concatenate(ids)) for name, ids in self._touched.items()}
@@ -348,15 +352,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
 def check_memory(num_bytes: list[int], what: str = "the new plan in addition to the old one",
                  todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
     """Raise OperError unless the machine has enough memory for arenas of these sizes, in bytes."""
-    free = _available_bytes()
+    free = kernel.available_memory()
     if sum(num_bytes) > free:
         raise OperError(f"not enough memory for {what}", "bytes", format_bytes(sum(num_bytes)),
                         f"<= {format_bytes(free)}, the free memory", todo)
-
-
-def _available_bytes() -> int:
-    """Return how many bytes can still be allocated, within the control group's limit."""
-    free = kernel.memory_bytes("MemAvailable")
-    # Without cgroup v2 these files do not exist.
-    most, used = (kernel.read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    return min(free, int(most) - int(used)) if most.isdigit() and used else free

@@ -135,7 +135,9 @@ def as_one(parts: Sequence[Backward]) -> Backward:
             batch, key = part.batch, int(part.batch.key_of[feature])
             begin, end = bounds[k][key], bounds[k][key + 1]
             ids.append(batch.ids[begin:end])
-            lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
+            # Not `batch.lengths`, which may have changed since the lookup.
+            first = key * batch.batch_size
+            lengths.append(part.offsets[first:first + batch.batch_size + 1].diff())
             if weighted:
                 weights.append(batch.weights[begin:end] if batch.weights is not None
                                else torch.ones(end - begin, dtype=torch.float32,
@@ -143,7 +145,7 @@ def as_one(parts: Sequence[Backward]) -> Backward:
             if not batch.pooled:
                 rows.append(part.grad[taken[k]:taken[k] + end - begin])
                 taken[k] += end - begin
-    joint = Lookup(torch.cat(ids), torch.cat(lengths).long(),
+    joint = Lookup(torch.cat(ids), torch.cat(lengths),
                    torch.arange(parts[0].batch.key_of.numel()),
                    sum(p.batch.batch_size for p in parts),
                    torch.cat(weights) if weighted else None, parts[0].batch.pooled,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.group.status import PEER_FAILURES, Status
@@ -79,8 +79,10 @@ class TableUpdates(MeasuredTables):
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if held.refused is not None and not held.holders:
                 self._refuse_held()
-            passed = (held.join(parts) if held.is_entered or held.passes or len(parts) > 1
-                      else parts[0])
+            passed: Backward | None = parts[0]
+            if held.is_entered or held.passes or len(parts) > 1:
+                with self._refusing():
+                    passed = held.join(parts)
             if passed is None:
                 return
             if self.turns.parts is not None:
@@ -205,16 +207,18 @@ class TableUpdates(MeasuredTables):
             raise
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
-        interrupted = None
+        interrupted: BaseException | None = None
         try:
             code, detail = self._backward_op(
                 self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of,
                 batch.batch_size, batch.pooled, optimizers, self.gradient_scale,
                 known and known.addresses, known and known.order, updates + 2 * passed.accumulates,
                 shared and shared.bags, shared and shared.samples)
-        except (KeyboardInterrupt, SystemExit, TimeoutError) as error:
-            # What handlers of signals raise. Signals do not interrupt the operator: Python calls
-            # the handler once it has returned, with the rows updated. The update must be counted.
+        except (RuntimeError, OperError):  # of the operator
+            raise
+        except BaseException as error:
+            # Of a signal's handler. Signals do not interrupt the operator: Python calls the handler
+            # once it has returned, with the rows updated. The update must be counted.
             code, detail, interrupted = 0, 0, error
         if code:
             if code == Status.OTHER_SETTINGS:

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,6 +127,28 @@ def test_per_sample_weights_get_gradients_in_a_graph() -> None:
                                         batch.lengths())).pow(2).sum().backward()
         grads.append(weights.grad)
     assert torch.equal(*grads) and grads[0].abs().sum() > 0
+
+
+def test_updates_read_no_memory_that_a_graph_has_used_again() -> None:
+    """Inductor writes other values to an operator's arguments after their last use in the graph."""
+    found = []
+    for overwrites in (False, True):
+        torch.manual_seed(0)
+        bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
+        given = torch.tensor([[1, 2]]), torch.full((1, 2), 3.0), torch.ones(1, 4)
+        apply_all = bag.tables.apply_all
+
+        def apply(parts: Any, given: Any = given if overwrites else (), then: Any = apply_all
+                  ) -> None:
+            for x in given:
+                x.zero_()
+            then(parts)
+
+        with mock.patch.object(bag.tables, "apply_all", apply):
+            out = torch.compile(bag, backend="aot_eager")(given[0], per_sample_weights=given[1])
+            out.backward(given[2])
+        found.append(bag.weight.detach().clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -133,6 +133,26 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
     assert wanted in messages[2] and wanted not in messages[0]
 
 
+def test_gradients_that_one_rank_cannot_add_up_end_the_update_of_all() -> None:
+    """Rank 1 freezes a table between two passes of an update."""
+    def body(group: ThreadGroup) -> str:
+        tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
+        before = _rows(tables)
+        with tables.no_sync():
+            _train(tables)
+        if group.rank:
+            _freeze(tables, "second")
+        with pytest.raises(OperError) as caught:
+            _train(tables)
+        assert torch.equal(_rows(tables), before)
+        _freeze(tables)
+        _train(tables)
+        return str(caught.value)
+
+    messages = run_ranks(2, body, timeout_s=30)
+    assert "refused its batch" in messages[0] and "cannot add up gradients" in messages[1]
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_batch_with_other_settings_trains_no_collection_of_the_model(accumulates: bool) -> None:
     """Only rank 1 has entered no_sync, with or without a pass. The next batch trains both."""

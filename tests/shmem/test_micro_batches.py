@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, NoReturn
 from unittest import mock
@@ -346,11 +347,27 @@ def test_all_batches_use_one_thread_which_ends_with_the_tables() -> None:
 
 def test_an_interrupted_end_leaves_tables_that_can_be_trained(alone: Any) -> None:
     case, tables, part = alone
-    with (mock.patch("oper.shmem.micro_batches.wait", side_effect=KeyboardInterrupt),
-          pytest.raises(KeyboardInterrupt), in_parts([tables])):
-        pass
+    interrupted, step = threading.Event(), tables.step
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        interrupted.wait(10)
+        time.sleep(0.2)
+        step(*arguments, **options)
+
+    def interrupt_once(futures: Any) -> None:
+        if interrupted.is_set():
+            wait(futures)
+        else:
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    with (mock.patch("oper.shmem.micro_batches.wait", interrupt_once),
+          mock.patch.object(tables, "step", slow), pytest.raises(KeyboardInterrupt),
+          in_parts([tables], 1)):
+        one_pass(tables, case, part)
+    assert tables.num_steps == 1  # the thread no longer uses the tables
     one_pass(tables, case, part)
-    assert tables.num_steps == 1
+    assert tables.num_steps == 2
 
 
 def _two_collections(group: Any) -> str:
@@ -433,6 +450,22 @@ def test_keys_in_another_order_and_optional_weights() -> None:
                 tables.lookup(batch).sum().backward()
         found.append(tables.read("a"))
     rs.assert_bitwise(found[0], found[1], "two layouts")
+
+
+def test_lengths_may_change_after_the_lookup() -> None:
+    found = []
+    for reuses in (False, True):
+        case = rs.Case((TableSpec("a", 9, 4, ("f",), "sum", optimizer="sgd"),), ("f",))
+        tables, total = rs.open_alone(case, EVERY["sgd"]), torch.zeros(4)
+        lengths = torch.empty(2, dtype=torch.int64)
+        for k, values in enumerate(([1, 2], [2, 1])):
+            lengths = lengths if reuses else torch.empty_like(lengths)
+            out = tables.lookup(Lookup(torch.arange(3) + k, lengths.copy_(torch.tensor(values)),
+                                       torch.zeros(1, dtype=torch.int64), 2))
+            total = total + out[0] - 3 * out[1]
+        total.sum().backward()
+        found.append(tables.read("a"))
+    rs.assert_bitwise(found[0], found[1], "lengths of their own and of one tensor")
 
 
 def test_a_model_without_tables_accumulates_nothing() -> None:

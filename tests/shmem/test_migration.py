@@ -1,11 +1,14 @@
 """Moving tables to another plan while they are trained: bitwise the same results."""
 
+import contextlib
 import gc
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
+from oper.support import kernel
 from tests import random_plans as rp, runtime_support as rs
 from tests.world_support import segments
 
@@ -112,6 +116,48 @@ def test_writes_during_a_move_are_not_lost() -> None:
                  rs.train_virtual(case, plan, steps, chosen, between=writing))
 
 
+def test_rows_whose_copy_was_interrupted_are_copied_again() -> None:
+    case = rs.dlrm_case()
+    (steps,), copy = zip(*rs.make_steps(case, 1, 3), strict=True), migration.Migration._copy
+    rows, calls = [], itertools.count()
+
+    def interrupted(*arguments: Any) -> None:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        copy(*arguments)
+
+    for moves in (False, True):
+        tables = rs.open_alone(case, rs.OPTIMIZERS["sgd"])
+        if moves:
+            tables.start_migration(rp.mixed_plan(case.tables, 1, 1), BUDGET)
+        for k, batch in enumerate(steps):
+            loss = rs.rank_loss(tables.lookup(batch.lookup(case)), batch.target)
+            with (mock.patch.object(migration.Migration, "_copy", interrupted) if k == 1 and moves
+                  else contextlib.nullcontext()):
+                try:
+                    loss.backward()
+                except KeyboardInterrupt:
+                    assert moves and k == 1
+        tables.finish_migration()
+        rows.append(rs.read_all(tables))
+    assert next(calls) > 4
+    rs.assert_bitwise(*rows, "rows")
+
+
+@pytest.mark.parametrize("files", [
+    {"job/memory.max": "1000", "job/memory.current": "900",
+     "job/memory.stat": "anon 100\nactive_file 300\ninactive_file 400"},
+    {"memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
+     "memory/memory.stat": "active_file 1\ninactive_file 2\ntotal_inactive_file 400\n"
+                           "total_active_file 300"}], ids=["version 2", "version 1"])
+def test_cached_files_leave_room_in_a_control_group(files: dict[str, str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()} | {
+        "/proc/meminfo": "MemAvailable: 5000 kB", "/proc/self/cgroup": "1:memory:/job\n0::/job"}
+    monkeypatch.setattr(kernel, "read", lambda path: files.get(re.sub("/+", "/", path), ""))
+    assert kernel.available_memory() == 1000 - (900 - 700)
+
+
 # ---- what fails ----------------------------------------------------------------------------------
 
 
@@ -143,8 +189,8 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
     case, chosen = rs.dlrm_case("rowwise_adagrad"), rs.OPTIMIZERS["rowwise_adagrad"]
     (batches,) = rs.make_steps(case, 2, 1)
     other = uniform_plan(case.tables, 2, "owned")
-    has_room, available = threading.local(), migration._available_bytes
-    monkeypatch.setattr(migration, "_available_bytes", lambda: (
+    has_room, available = threading.local(), kernel.available_memory
+    monkeypatch.setattr(kernel, "available_memory", lambda: (
         available() if getattr(has_room, "here", True) else 1000))
     # Of other tests, whose threads may yet let them go.
     outside = {fields[4] for fields in segments()}

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperE
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.publication import publisher as publication
+from oper.shmem.publication.buffers import Layout
 from oper.shmem.publication.handshake import HANDSHAKE, receive_handshake
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
@@ -284,6 +286,14 @@ def test_memory_of_the_other_buffer(name: str) -> None:
         publisher.close()
 
 
+def test_memory_includes_rows_that_a_plan_puts_into_host_memory() -> None:
+    there = plan(1)
+    here = replace(there, tables=tuple(replace(t, pieces=tuple(
+        replace(p, tiers=tuple(replace(x, memory="host") for x in p.tiers)) for p in t.pieces))
+        for t in there.tables))
+    assert Layout(here, []).num_bytes == Layout(there, []).num_bytes > 0
+
+
 def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Reader) -> None:
     def with_number(number: float, table: str = "a") -> Callable[[str], Rows]:
         def rows(name: str) -> Rows:
@@ -309,6 +319,16 @@ def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Re
         assert reader.epoch == reader.verify() == 1
     large = dense(2) | {"w": torch.full((3000,), 3e38)}
     assert publisher.publish_rows(with_number(3e38), large) == 2  # the sums are not finite
+
+
+def test_infinite_numbers_of_a_mask_may_stay(name: str) -> None:
+    mask = {"mask": torch.tensor([0.0, -float("inf")])}
+    publisher = Publisher(name, plan(1), mask)
+    publisher.publish_rows(constant(1), mask)
+    assert publisher.commit(publisher.prepare_rows({}, mask)) == 3
+    with pytest.raises(InvalidInputError, match="mask='inf or nan'"):
+        publisher.prepare_rows({}, {"mask": -mask["mask"]})
+    publisher.close()
 
 
 def test_checksums_detect_damage(publisher: Publisher, reader: Reader) -> None:

@@ -94,7 +94,7 @@ class Layout:
         self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
         self.dense_bytes = HEADER_BYTES + max(
             [e.offset + e.num_bytes for e in self.dense], default=0)
-        self.num_bytes = sum(self.arena.memory_bytes(self.directories)["device"]) + sum(
+        self.num_bytes = sum(map(sum, self.arena.memory_bytes(self.directories).values())) + sum(
             e.num_bytes for e in self.dense)
 
     def is_mixed(self, table: str) -> bool:

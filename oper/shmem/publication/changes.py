@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -81,12 +81,18 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
                                 "publish weights from before training diverged")
 
 
-def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
+def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor],
+                    published: Callable[[DenseEntry], torch.Tensor]) -> list[DenseEntry]:
     """Return the layout's entries for the new weights in `dense`, by key.
 
+    Args:
+        layout: the layout.
+        dense: the new weights.
+        published: returns the published weight of an entry.
+
     Raises:
-        InvalidInputError: a key is unknown, or a weight has another shape or type than its entry or
-            is not finite.
+        InvalidInputError: a key is unknown, or a weight has another shape or type than its entry,
+            or it is not finite and differs from the published one, which may be a mask.
     """
     what = "cannot change published weights"
     entries = [e for e in layout.dense if e.key in dense]
@@ -97,7 +103,8 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
                                 "publish weights of the same model")
     for entry in entries:
         check_dense(entry, dense)
-        if not _is_finite(dense[entry.key]):
+        value = dense[entry.key]
+        if not _is_finite(value) and not torch.equal(value.cpu(), published(entry)):
             raise InvalidInputError(what, entry.key, "inf or nan", "finite numbers",
                                     "publish weights from before training diverged")
     return entries

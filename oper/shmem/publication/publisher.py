@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,12 +208,12 @@ class Publisher:
         writes = [write for name, found in rows.items()
                   for ids, stored in packed_rows(layout, name, *found)
                   for write in layout.writes(name, ids, stored)]
-        prepared = Prepared(writes, [(e, _as_row(dense[e.key]))
-                                     for e in changed_entries(layout, dense)],
-                            checked_elements(layout, elements or {}))
         with self._state.lock:  # the buffer must not be freed meanwhile
+            views, dense_at = self._views(self._state.epoch)
+            entries = changed_entries(layout, dense, partial(dense_view, dense_at))
+            prepared = Prepared(writes, [(e, _as_row(dense[e.key])) for e in entries],
+                                checked_elements(layout, elements or {}))
             if self._state.epoch:
-                views, dense_at = self._views(self._state.epoch)
                 torch.ops.oper.fetch_rows(*prepared.places(views[0], dense_at)[:2])
         return prepared
 

@@ -98,7 +98,8 @@ class State:
     def busy(self, buffer: int) -> list[int]:
         """Return the process ids of readers that have pinned an epoch in a buffer."""
         slots = torch.ops.oper.publication_busy(self.control, buffer, list(self.pids))
-        return [self.pids[s] for s in slots if s in self.pids]
+        # The acceptor thread may remove a slot meanwhile.
+        return [pid for s in slots if (pid := self.pids.get(s)) is not None]
 
     def try_to_give_back(self) -> None:
         """Free the unused buffer's memory if this is pending and no reader has pinned it."""
