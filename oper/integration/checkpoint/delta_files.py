@@ -151,8 +151,10 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
             and type(meta.get("attempt", "")) is str and type(meta.get("time_us", 0)) is int
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
-        raise FileFormatError(f"cannot read {str(path)!r}", "description", numbers,
-                              "a part of a delta checkpoint", "remove the folder of deltas")
+        stated = {k: value for k, value in meta.items() if k not in ("items", "collections")}
+        raise FileFormatError(f"cannot read {path.name!r} of delta {path.parent.name}",
+                              "description", stated, "a part of a delta checkpoint",
+                              f"remove the folder of deltas, {str(path.parents[1])!r}")
     return meta
 
 
