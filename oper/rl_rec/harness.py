@@ -91,7 +91,8 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     """Train and test one model; seeds torch's global generator.
 
     Early stopping uses only the validation targets; the test targets are ranked once. It begins
-    after the model's `Recommender.warm_up`, so that all selected weights are of the final loss.
+    after the model's `Recommender.warm_up`, so that all selected weights are of the final loss,
+    except that the weight of a KL term may still be rising (`anneal`).
 
     Args:
         name: key of `RECOMMENDERS`.

@@ -301,13 +301,13 @@ def test_models_learn_which_users_are_similar(name: str, sampled: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_positive_items_count_and_users_may_have_none(name: str) -> None:
+def test_positive_items_count_once_and_users_may_have_none(name: str) -> None:
     model: Recommender = MODELS[name]().eval()
     items = torch.arange(1, NUM_ITEMS)
     liked = Histories(torch.tensor([0, 1]), torch.tensor([3, 4]), torch.ones(2),
                       torch.tensor([2, 0]))
-    mixed = Histories(torch.tensor([0, 1]), torch.tensor([9, 3, 4, 7]),
-                      torch.tensor([0.0, 1, 1, 0]), torch.tensor([3, 1]))
+    mixed = Histories(torch.tensor([0, 1]), torch.tensor([9, 3, 4, 3, 7]),
+                      torch.tensor([0.0, 1, 1, 1, 0]), torch.tensor([4, 1]))
     with torch.no_grad():
         scores = [model.scores(model.encode(h), items) for h in (liked, mixed)]
         assert torch.equal(*scores) and bool(scores[0].isfinite().all())

@@ -136,7 +136,8 @@ class Recommender(nn.Module):
 
     def warm_up(self, num_steps: int) -> int:
         """Return how many of the first of `num_steps` training steps have another loss than the
-        configured one. Early stopping selects no weights before the next step."""
+        configured one, apart from annealed weights of KL terms. Early stopping selects no weights
+        before the next step."""
         return 0
 
     def schedule(self, step: int, num_steps: int) -> None:

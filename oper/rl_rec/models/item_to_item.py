@@ -48,8 +48,7 @@ class ItemKNNConfig(ModelConfig):
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
     """Make X, sparse float32 [B, num_items]: 1 if a user has an item with a positive reward."""
     items, lengths = positives(histories)
-    users = torch.repeat_interleave(lengths)
-    pairs = torch.unique(torch.stack([users, items]), dim=1)
+    pairs = torch.stack([torch.repeat_interleave(lengths), items])
     return torch.sparse_coo_tensor(pairs, torch.ones(pairs.shape[1], device=pairs.device),
                                    (lengths.numel(), num_items), check_invariants=True).coalesce()
 

@@ -22,8 +22,8 @@ items that user u liked. c [n, K] are the shares of concepts in items; its rows 
     decoder     p(i | z) ~ sum_k c_{i,k} exp(cos(z_k, W_out[i]) / tau)                        [B, n]
     loss        -sum_{i in S_u} log p(i | z)
                 + beta_eps sum_k KL(q(eps_k | x) || N(0, prior_std^2 I))
-                + beta_z   sum_k KL(q(z_k | x)   || N(u_k 1, label_std^2 I))   (``unit_mean``: u_k
-                  divided by sqrt(d), so that lengths agree)
+                + beta_z   sum_k KL(q(z_k | x)   || N(u_k 1, label_std^2 I))   z of the linear
+                  layer (``unit_mean``: u_k divided by sqrt(d), so that lengths agree)
                 + label_weight |u - A' u|^2                              means over users
                 + mask_weight sum_k |f_k((A' z)_k) - (A' z)_k|^2         z of the linear layer
                 + multiplier h(A) + penalty / 2 h(A)^2 + l1 |A|_1        free graphs only
@@ -144,7 +144,8 @@ class MacridVAEConfig(CaDVAEConfig):
     numbers of concepts and of columns per concept.
 
     Concepts are learned and soft (the authors' Gumbel-softmax option is not implemented); there is
-    no graph and there are no labels."""
+    no graph and there are no labels. Unlike the authors', the weights of a user's items in the
+    input of a concept, ``|S_u|^(-1/2) c_{i,k}``, are not scaled to length 1."""
 
     num_concepts: Positive = 7
     concepts: ConceptSource = "learned"

@@ -33,8 +33,7 @@ class ItemBags(nn.Module):
     def __init__(self, num_items: int, dim: int, num_sets: int, device: str) -> None:
         super().__init__()
         self.features = [f"item_in{k}" for k in range(num_sets)]
-        # Glorot and Bengio 2010, as in MultVAE: the sum over a row of the multi-hot has variance
-        # about 1 / dim.
+        # Glorot and Bengio 2010, as in MultVAE: a layer with num_items inputs and dim outputs.
         self.bags = EmbeddingBagCollection(
             [EmbeddingBagConfig(name="item_in", num_embeddings=num_items, embedding_dim=dim,
                                 feature_names=self.features,
@@ -93,10 +92,16 @@ class ItemRows(nn.Module):
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select items with a positive reward, int64 [L], and count them by user, int64 [B]."""
-    keep = histories.rewards > 0
-    user = torch.repeat_interleave(histories.lengths)[keep]
-    return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
+    """Select the items that each user had with a positive reward, int64 [L], and count them by
+    user, int64 [B]. A repeated item is selected once, at its first such interaction."""
+    liked = histories.rewards > 0
+    users, items = torch.repeat_interleave(histories.lengths)[liked], histories.items[liked]
+    order = items.argsort(stable=True)
+    order = order[users[order].argsort(stable=True)]  # by user, item, place in the history
+    pairs = torch.stack([users, items])[:, order]
+    first = torch.ones_like(items, dtype=torch.bool)
+    first[order[1:]] = (pairs[:, 1:] != pairs[:, :-1]).any(dim=0)
+    return items[first], torch.bincount(users[first], minlength=histories.lengths.numel())
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:

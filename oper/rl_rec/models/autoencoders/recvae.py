@@ -47,7 +47,8 @@ class RecVAEConfig(ModelConfig):
         dim: d, latent columns.
         dropout: probability that an item is dropped from the input while the encoder trains.
         gamma: weight of the KL term per item of a user.
-        rounds: number of alternations between encoder and decoder in a training.
+        rounds: number of alternations between encoder and decoder in a training; approximate,
+            since the steps of a round are rounded down to a multiple of four, and at least four.
     """
 
     hidden: Positive = 600
