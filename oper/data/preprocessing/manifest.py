@@ -82,7 +82,8 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
                     "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
                     "time": recipe.time},
         "dense_transforms": {c.name: c.transform for c in (
-            *recipe.columns, *(c for join in recipe.joins for c in join.columns))
+            *recipe.layout(job.units[0].layout).columns,
+            *(c for join in recipe.joins for c in join.columns))
             if c.kind == "dense"},
         **({"joins": joins} if joins else {}),
         "raw_ids": raw, "min_count": None if raw else job.min_count,
