@@ -334,6 +334,7 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
     (Choice(["x:uint32"]), [[None], []], None),
     (Choice(["id"], "x"), [0, 2**60], "'1152921504606846976', expected 0 or 1"),
     (Choice(["id"], dense=["x"]), [0, 2**60 + 1], [0.0, 2.0**60]),
+    (Choice(["id"], time="x", time_format="yymmddhh"), [date(2020, 1, 1)] * 2, None),
     (Choice(["id"], time="x", time_format="iso"), [1_577_836_800] * 2, "expected a date and time"),
 ])
 def test_parquet_values_that_their_columns_do_not_expect(
@@ -345,6 +346,13 @@ def test_parquet_values_that_their_columns_do_not_expect(
     else:
         made(tmp_path, table, choice, valid="0")
         assert found is None or pq.read_table(tmp_path / "out/train")["x"].to_pylist() == found
+
+
+def test_a_long_field_that_is_skipped(tmp_path: Path) -> None:
+    text = f"id,y,text\n1,0,{'x' * 200_000}\n2,z,b\n3,1,c\n"
+    manifest = made(tmp_path, text, Choice(["id"], "y"), valid="0", max_bad=1)
+    assert manifest["rows"]["train"] == 2
+    assert "column label: 'z'" in manifest["bad_rows"]["first"][0]
 
 
 def test_a_row_group_of_lists_without_valid_rows(tmp_path: Path) -> None:

@@ -304,11 +304,11 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
         _require(not pa.types.is_integer(array.type) or column.parse == "yymmddhh", column)
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
-    if column.parse == "yymmddhh":
-        seconds = hours(column, array.to_numpy(zero_copy_only=False))
-    elif pa.types.is_timestamp(array.type):
+    if pa.types.is_timestamp(array.type):
         seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // _PER_SECOND[
             array.type.unit]
+    elif column.parse == "yymmddhh":
+        seconds = hours(column, array.to_numpy(zero_copy_only=False))
     else:
         values = _numbers(column, array)
         seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))
