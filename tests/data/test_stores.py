@@ -199,7 +199,9 @@ def test_google_cloud_storage(local: Path) -> None:
 def test_stores_of_fsspec(local: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/logs/train.txt", (local / "train.txt").read_bytes())
-    memory.pipe("/logs/_SUCCESS", b"")
+    for hidden in ("_SUCCESS", ".train.txt.crc"):
+        memory.pipe(f"/logs/{hidden}", b"")
+    assert len(expand_inputs(["memory://logs/*t*"])) == len(expand_inputs(["memory://logs"])) == 1
     preprocess(CRITEO, ["memory://logs"], local / "again")
     assert parquet_bytes(local / "again") == parquet_bytes(local / "out")
     with pytest.raises(InvalidInputError, match="cannot open a store"):
