@@ -506,6 +506,10 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
         ("labels", [c.name for c in labels], len(labels) <= 1, "at most one label column"),
         ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
          bool(layout.of("sparse")), "at least one"),
+        ("columns of bags", names[:-1], layout.format != "bags" or all(
+            c.kind == "sparse" and c.name in ("user", "item")
+            for c in layout.columns if c.kind != "skip"),
+         "only the sparse columns 'user' and 'item'"),
         ("time", [c.name for c in times], len(times) == 1 or recipe.by == "rows",
          "one time column, since by = 'time'"),
         ("filter", layout.filter, not layout.filter or (

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from oper.data import load_recipe, preprocess
+from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import run as preprocessing
 from oper.data.reading import readers
@@ -26,7 +26,7 @@ from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.data.loader_support import interrupted, invent, made, train_log
+from tests.data.loader_support import decoded, interrupted, invent, made, train_log
 from tests.fuzz.targets import change
 from tests.support import run_here
 
@@ -330,10 +330,11 @@ def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("choice", "values", "found"), [
-    (Choice(["x:uint32"]), [["7"], ["8"]], "malformed rows=2"),
+    (Choice(["x:uint32"]), [["x"], ["-8"]], "malformed rows=2"),
     (Choice(["x:uint32"]), [[None], []], None),
     (Choice(["id"], "x"), [0, 2**60], "'1152921504606846976', expected 0 or 1"),
     (Choice(["id"], dense=["x"]), [0, 2**60 + 1], [0.0, 2.0**60]),
+    (Choice(["id"], time="x", time_format="yymmddhh"), [date(2020, 1, 1)] * 2, None),
     (Choice(["id"], time="x", time_format="iso"), [1_577_836_800] * 2, "expected a date and time"),
 ])
 def test_parquet_values_that_their_columns_do_not_expect(
@@ -345,6 +346,30 @@ def test_parquet_values_that_their_columns_do_not_expect(
     else:
         made(tmp_path, table, choice, valid="0")
         assert found is None or pq.read_table(tmp_path / "out/train")["x"].to_pylist() == found
+
+
+def test_a_long_field_that_is_skipped(tmp_path: Path) -> None:
+    text = f"id,y,text\n1,0,{'x' * 200_000}\n2,z,b\n3,1,c\n"
+    manifest = made(tmp_path, text, Choice(["id"], "y"), valid="0", max_bad=1)
+    assert manifest["rows"]["train"] == 2
+    assert "column label: 'z'" in manifest["bad_rows"]["first"][0]
+
+
+def test_a_row_group_of_lists_without_valid_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tags": [[1, 2], [3], [1]], "y": [0, 7, 1]}), tmp_path / "log",
+                   row_group_size=1)
+    preprocess(generic_recipe("parquet", Choice(["tags"], "y")), [str(tmp_path / "log")],
+               tmp_path / "out", PreprocessOptions(valid="0", min_count=1, max_bad=1))
+    assert decoded(tmp_path / "out")["tags"] == [[1, 2], [1]]
+
+
+def test_bad_rows_of_later_row_groups_are_found(tmp_path: Path) -> None:
+    recipe = generic_recipe("parquet", Choice(["id"], "y"))
+    pq.write_table(pa.table({"id": [1] * 5, "y": [0, 0, 0, 1, 9]}), tmp_path / "log",
+                   row_group_size=2)
+    unit = Unit(str(tmp_path / "log"), recipe.layouts[0].name, 1, 3)
+    bad = [b for rows in read_unit(unit, recipe) for b in rows.bad]
+    assert ["row 5, column label: '9'" in where(unit, recipe, b) for b in bad] == [True]
 
 
 def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:

@@ -195,6 +195,13 @@ def test_inputs_are_expanded_in_order_of_numbers(tmp_path: Path) -> None:
     assert expand_inputs(given) == given
     (tmp_path / "_SUCCESS").touch()
     assert expand_inputs([str(tmp_path)]) == expand_inputs([str(tmp_path / "day_*")])
+    # As in a shell: no hidden files, such as indices of gzip files, and patterns of folders.
+    (tmp_path / ".day_0.gz.5-1.gzidx").touch()
+    assert expand_inputs([str(tmp_path / "*[0-9a-z]")]) == expand_inputs([str(tmp_path / "day_*")])
+    (tmp_path / "dt=[1]").mkdir()
+    (tmp_path / "dt=[1]" / "log").touch()
+    for pattern in ("dt=*/log", "dt=[[]1]/lo?", "dt=[1]/l*"):
+        assert expand_inputs([str(tmp_path / pattern)]) == [str(tmp_path / "dt=[1]" / "log")]
     (tmp_path / "empty").mkdir()
     for inputs in ([], [str(tmp_path / "empty")], [str(tmp_path / "no*")], [str(tmp_path / "none")],
                    [given[0], f"{tmp_path}/./day_2"]):
@@ -239,6 +246,7 @@ def test_a_recipe_with_renamed_typed_and_skipped_columns() -> None:
     ({"layout": []}, r"together with \[\[layout\]\]"),
     ({"layout": [{"name": "a", "column": COLUMNS}], "column": []}, r"together with \[\[layout\]\]"),
     ({"join": [{"name": "a", "file": "f", "key": "id1", "column": COLUMNS[2:]}]}, "unknown keys"),
+    ({"format": "bags", "column": [{"name": "place", "kind": "sparse"}]}, "'user' and 'item'"),
     ({"column": [*COLUMNS, {"name": "ü" * 101, "kind": "sparse"}]}, "at most 200 bytes"),
 ])
 def test_bad_recipes(change: dict[str, Any], word: str) -> None:

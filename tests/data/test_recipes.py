@@ -214,6 +214,7 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
     assert table["label"] == labels[:, 0].tolist()
     assert table["C3"] == (ids[2].tolist() if multi else ids[2][:, 0].tolist())
     assert manifest["columns"]["multi_hot"] == ([f"C{k + 1}" for k in range(26)] if multi else [])
+    assert manifest["dense_transforms"]["I13"] == "none"
     stats = analyze_folder(tmp_path / "out")
     assert stats.tables["C3"].pooling_factor == (3 if multi else 1)
     (tmp_path / "day_0_labels.npy").unlink()
@@ -277,6 +278,34 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
     assert manifest["rows"]["train"] == 2
     assert [f"row {k}, column label" in line for k, line in zip(
         (3, 4), manifest["bad_rows"]["first"], strict=True)] == [True, True]
+
+
+def test_values_in_parquet_lists_are_parsed(tmp_path: Path) -> None:
+    lists = {"ages": pa.array([[9, 40], [18, -1]]), "codes": pa.array([["7", "08"], ["7", "x"]])}
+    recipe = recipe_from_dict({"name": "log", "format": "parquet", "column": [
+        {"name": "ages", "kind": "sparse", "parse": "bins", "bins": [18, 30], "missing": ["-1"]},
+        {"name": "codes", "kind": "sparse", "parse": "int", "missing": ["x"]}]})
+    made(tmp_path, lists, recipe, valid="0", min_count=1)
+    columns = decoded(tmp_path / "out")
+    assert columns["ages"] == [[0, 2], [1, None]] and columns["codes"] == [[7, 8], [7, None]]
+
+
+def test_columns_of_categories(tmp_path: Path) -> None:
+    """Texts that are dictionary-encoded, as pandas writes categories."""
+    log = {n: pa.array(x).dictionary_encode() for n, x in {
+        "click": ["0", "1", "1"], "price": ["1.5", "2", "4"], "user": ["17", "9", "100"]}.items()}
+    choice = Choice(["user:int"], "click", ["price"], filter=["user >= 17"])
+    made(tmp_path, log, choice, valid="0", min_count=1)
+    columns = decoded(tmp_path / "out")
+    assert columns["label"] == [0, 1] and columns["price"] == [1.5, 4]
+    assert columns["user"] == [17, 100]
+
+
+def test_lines_are_users_across_units_of_bags(tmp_path: Path) -> None:
+    text = b"".join(b"2 %d %d\n" % (k, k + 1) for k in range(20))
+    _, columns = read(tmp_path, "citeulike", {"users.dat": text}, replace(
+        ONE_ID_EACH, unit_bytes=30))
+    assert columns["user"] == list(range(20))
 
 
 def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
@@ -401,6 +430,15 @@ def test_integers_of_64_bits_in_json(tmp_path: Path) -> None:
     assert columns["tags"] == [[]] * 5 + [[7, 8]]
 
 
+def test_alternative_names_of_json_fields(tmp_path: Path) -> None:
+    recipe = recipe_from_dict({"name": "log", "format": "jsonl", "column": [
+        {"name": "user", "kind": "sparse", "parse": "string", "source": ["user_id", "uid"]}]})
+    for name, text in (("a", b'{"uid": "x"}\n'), ("b", b'{"user_id": "y"}\n{"uid": "x"}\n')):
+        (tmp_path / name).mkdir()
+        _, columns = read(tmp_path / name, recipe, {"log": text})
+        assert columns["user"] == ["y", "x"][-len(columns["user"]):]
+
+
 def test_text_is_filtered(tmp_path: Path) -> None:
     text = b"user,price,country,y\n" + b"".join(
         f"u{k % 3},{'' if k % 5 == 0 else k},{'de' if k % 2 else 'fr'},{k % 2}\n".encode()
@@ -480,7 +518,7 @@ def test_missing_fields_of_parquet_and_json(tmp_path: Path) -> None:
         assert {n: found[n] for n in expected} == expected
 
 
-def test_a_workbook(tmp_path: Path) -> None:
+def test_a_workbook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     openpyxl = pytest.importorskip("openpyxl")
     from datetime import datetime
 
@@ -490,6 +528,8 @@ def test_a_workbook(tmp_path: Path) -> None:
                 [536365, "85123A", 'a "b", c', 6, datetime(2010, 12, 1, 8, 26), 2.55, 17850, "UK"],
                 ["C536379", "D", None, -1, datetime(2010, 12, 1, 9, 41), 27.5, None, "UK"]):
         book.active.append(row)
+    # Programs that write rows one by one do not know the sheet's dimensions.
+    monkeypatch.setattr(type(book.active), "calculate_dimension", lambda _: "A1")
     book.save(tmp_path / "retail.xlsx")
     preprocess(load_recipe("online-retail"), [str(tmp_path / "retail.xlsx")], tmp_path / "out",
                ONE_ID_EACH)

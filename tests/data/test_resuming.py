@@ -29,7 +29,7 @@ from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.locks import exclusive
 from tests import forked
-from tests.data.loader_support import digest, interrupted
+from tests.data.loader_support import digest, interrupted, made
 from tests.support import counts_by, wait_for
 from tests.world_support import open_descriptors
 
@@ -494,3 +494,7 @@ def test_hashing_counts_collisions(tmp_path: Path, log: str) -> None:
     assert manifest["ids_in_hotness_order"] is False
     assert {t["num_rows"] for t in manifest["tables"].values()} == {100}
     assert manifest["tables"]["C26"]["num_collisions"] > 0
+    # The text 17 and the integer 17 have different hashes, so these rows must not be mixed.
+    made_as = [made(tmp_path, "id\n17\n4\n", Choice([name]), f"as-{k}", hash_rows=100)["numbering"]
+               for k, name in enumerate(("id", "id:int", "id:int"))]
+    assert made_as[0] != made_as[1] == made_as[2]

@@ -122,6 +122,25 @@ def test_files_in_a_store_are_checked_before_work(local: Path, monkeypatch: pyte
             preprocess(CRITEO, [log], out)
 
 
+def test_an_interrupted_upload_is_repeated(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, out, upload = str(local / "train.txt"), f"file://{local}/stored", store.upload
+
+    def cut(folder: Path, url: str, last: Any) -> None:
+        (folder / "manifest.json").rename(local / "kept")
+        upload(folder, url, last=[])
+        (local / "kept").rename(folder / "manifest.json")
+        raise InvalidInputError("cannot use a store", "URL", url, "a store", "check the network")
+
+    monkeypatch.setattr(store, "upload", cut)
+    with pytest.raises(InvalidInputError, match="check the network"):
+        preprocess(CRITEO, [log], out)
+    monkeypatch.setattr(store, "upload", upload)
+    with pytest.raises(InvalidInputError, match="something else"):
+        preprocess(CRITEO, [log], out, PreprocessOptions(min_count=1))  # another job
+    preprocess(CRITEO, [log], out)
+    assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
+
+
 def test_runs_with_one_target_do_not_touch_each_others_files(local: Path, scratch: Path,
                                                              monkeypatch: pytest.MonkeyPatch
                                                              ) -> None:
@@ -180,7 +199,9 @@ def test_google_cloud_storage(local: Path) -> None:
 def test_stores_of_fsspec(local: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/logs/train.txt", (local / "train.txt").read_bytes())
-    memory.pipe("/logs/_SUCCESS", b"")
+    for hidden in ("_SUCCESS", ".train.txt.crc"):
+        memory.pipe(f"/logs/{hidden}", b"")
+    assert len(expand_inputs(["memory://logs/*t*"])) == len(expand_inputs(["memory://logs"])) == 1
     preprocess(CRITEO, ["memory://logs"], local / "again")
     assert parquet_bytes(local / "again") == parquet_bytes(local / "out")
     with pytest.raises(InvalidInputError, match="cannot open a store"):

@@ -180,6 +180,18 @@ def test_a_dry_run_describes_the_columns(dry_run: Callable[..., Any], tmp_path: 
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_dry_run_reads_only_the_first_rows_of_parquet(
+        dry_run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"id": range(20_000)}), path, row_group_size=10_000,
+                   use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    at = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+    data[at:at + 100] = b"x" * 100
+    path.write_bytes(data)
+    assert dry_run("parquet", path)["columns"][0]["distinct"] == 10_000
+
+
 def test_problems_and_mistakes_are_reported(dry_run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
@@ -290,6 +302,26 @@ def test_a_side_table_as_parquet_gives_the_same(log: tuple[Path, list[list[str]]
         preprocess(generic_recipe("csv", choice), [str(folder / "log.csv")], folder / kind, ALL)
         found.append(decoded(folder / kind))
     assert found[0] == found[1]
+
+
+def test_keys_of_a_side_table_of_another_type(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [17, 4, None], "genre": ["a", "b", "c"]}),
+                   tmp_path / "items.parquet")
+    (tmp_path / "items.csv").write_text("id,genre\n17,a\n4,b\n")
+    (tmp_path / "names.csv").write_text("id,genre\n17,a\nfour,b\n")
+    item = [4, 17, 5, None]
+    text = "item,y\n" + "".join(f"{'' if k is None else k},1\n" for k in item)
+
+    def joined(log: str | dict[str, Any], side: str, out: str) -> Any:
+        choice = Choice(["item"], join=str(tmp_path / side), join_on="item=id",
+                        join_sparse=["genre"])
+        made(tmp_path, log, choice, out, valid="0", min_count=1)
+        return decoded(tmp_path / out)["genre"]
+
+    assert joined(text, "items.parquet", "a") == ["b", "a", None, None]
+    assert joined({"item": item}, "items.csv", "b") == ["b", "a", None, None]
+    with pytest.raises(InvalidInputError, match=r"keys 'item'=.*four"):
+        joined({"item": item}, "names.csv", "c")
 
 
 def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> None:

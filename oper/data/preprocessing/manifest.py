@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
 from oper.data.preprocessing.spec import JobSpec
+from oper.data.preprocessing.staging import kinds_of
 from oper.data.preprocessing.workfolder import OUT
 from oper.data.preprocessing.writing import Split
 from oper.data.reading import store
@@ -82,13 +83,14 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
                     "sparse": list(sparse), "multi_hot": multi, "bucket": recipe.bucket_column,
                     "time": recipe.time},
         "dense_transforms": {c.name: c.transform for c in (
-            *recipe.columns, *(c for join in recipe.joins for c in join.columns))
+            *recipe.layout(job.units[0].layout).columns,
+            *(c for join in recipe.joins for c in join.columns))
             if c.kind == "dense"},
         **({"joins": joins} if joins else {}),
         "raw_ids": raw, "min_count": None if raw else job.min_count,
         "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None and not raw,
-        "numbering": _numbering(job, tables), "tables": tables,
+        "numbering": _numbering(job, records), "tables": tables,
         **({} if job.finished is None else {
             "vocabulary": {"path": os.path.abspath(job.finished.path),
                            "digest": job.finished.digest}, "unseen": unseen}),
@@ -98,15 +100,17 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
     }
 
 
-def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
+def _numbering(job: JobSpec, records: Sequence[dict[str, Any]]) -> str:
     """Return an id of the mapping from values to rows; checkpoints load only if it is equal."""
     if job.finished is not None:
         return job.finished.numbering
-    if job.options.raw_ids:
-        hashed = [name for name, table in tables.items() if table["hashed_texts"]]
-        return f"raw ids; hashes of texts: {', '.join(hashed) or 'none'}"
-    if job.options.hash_rows is not None:
-        return f"hashes, {job.options.hash_rows} rows"
+    if job.options.raw_ids or job.options.hash_rows is not None:
+        # The text 17 and the integer 17 have different keys and hashes.
+        sparse = job.recipe.sparse
+        kinds = kinds_of(records, [u.path for u in job.units], sparse)
+        texts = [name for name, kind in zip(sparse, kinds, strict=True) if kind == "S"]
+        how = "raw ids" if job.options.raw_ids else f"hashes, {job.options.hash_rows} rows"
+        return f"{how}; hashes of texts: {', '.join(texts) or 'none'}"
     return numbering_of(job.work / OUT / "vocabulary")
 
 

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,11 @@ def _local_folder(url: str) -> Path:
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
 
 
-def _manifest_in(url: str) -> dict[str, Any]:
-    """Read the manifest in a folder of a store; empty if the folder is empty or does not exist.
+def _manifest_in(url: str, own: Collection[str] = ()) -> dict[str, Any]:
+    """Read the manifest in a folder of a store; empty if the folder does not exist or has no files.
 
-    Raises InvalidInputError if the folder contains something else.
+    Files named in `own` (relative paths) are disregarded without a manifest: an interrupted upload
+    left them. Raises InvalidInputError if the folder contains something else.
     """
     there, found = store.inside(url, MANIFEST), None
     held = store.files_below(url)
@@ -104,7 +105,7 @@ def _manifest_in(url: str) -> dict[str, Any]:
             found = json.load(file)
     if isinstance(found, dict) and found.get("kind") == FOLDER_KIND:
         return found
-    if held:
+    if not set(held) <= {store.inside(url, name) for name in own}:
         raise occupied(store.full_name(url), False)
     return {}
 
@@ -112,10 +113,13 @@ def _manifest_in(url: str) -> dict[str, Any]:
 def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, folder: Path,
                 options: PreprocessOptions) -> dict[str, Any]:
     """Run a job in the local `folder` and upload its output to a store, the manifest last."""
-    name, found = store.full_name(url), _manifest_in(url)
+    name = store.full_name(url)
     job = _job(recipe, inputs, url, folder / "out", options)
     # Jobs with one destination work in separate folders.
     job.target = folder / job.identity() / "out"
+    # If the output is made already, an earlier run of this job was interrupted while it uploaded.
+    own = [str(p.relative_to(job.target)) for p in job.target.rglob("*")]
+    found = _manifest_in(url, own)
     if found and not options.force:
         if found.get("job") != job.identity():
             raise occupied(name, True)
@@ -126,7 +130,7 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, folder: Path,
     manifest = _run(job)
     # One upload at a time on this machine: each begins by removing all files at the URL.
     with exclusive(folder / "upload.lock"), job.folder.exclusive():
-        now = _manifest_in(url)
+        now = _manifest_in(url, own)
         if now != found:  # another run was faster
             if now.get("job") == manifest["job"]:
                 return manifest

@@ -112,8 +112,9 @@ def describe_columns(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
 def _table(path: str, layout: Layout) -> pa.Table:
     """Read the first rows; pyarrow infers types, names are the file's or the layout's."""
     if layout.format == "parquet":
-        batches = list(open_parquet(path).iter_batches(ROWS))[:1]
-        return pa.Table.from_batches(batches) if batches else pa.table({})
+        file = open_parquet(path)
+        first = next(file.iter_batches(ROWS), None)  # the rest of the file is not read
+        return file.schema_arrow.empty_table() if first is None else pa.table(first)
     if layout.format not in ("text", "jsonl"):
         return pa.table({})
     data = b"".join(_first_lines(path, layout, ROWS))

@@ -103,8 +103,6 @@ def without_missing(column: Column, array: Any) -> Any:
     if not column.missing:
         return array
     array = _typed(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
     kind = array.type
     if any(is_kind(kind) for is_kind in _TEXTS):
         known = _bytes(column.missing).cast(kind)
@@ -194,7 +192,10 @@ def ids(column: Column, array: pa.Array) -> pa.Array:
     Missing fields become null, or empty lists. Raises MalformedError."""
     array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return lists(_lengths(array), _whole(column, _typed(array.flatten())))
+        values = _typed(array.flatten())
+        if column.parse != "hex32":  # a recipe's default, with which lists keep their own type
+            values = _prepared(column, values)
+        return lists(_lengths(array), _whole(column, values))
     if column.multi:
         return _split(column, array)
     return _whole(column, _prepared(column, array))
@@ -206,8 +207,11 @@ def _lengths(array: pa.Array) -> np.ndarray:
 
 
 def _typed(array: pa.Array) -> pa.Array:
-    """Cast null arrays to binary, views to strings or binary, fixed-size lists to lists."""
+    """Cast null arrays to binary, views to strings or binary, fixed-size lists to lists, and
+    dictionary codes to their values."""
     kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _typed(array.cast(kind.value_type))
     if pa.types.is_null(kind):
         return array.cast(pa.binary())
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
@@ -237,8 +241,6 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
             return _hexadecimal(column, array)
         whole = array.fill_null(b"0" * kind.byte_width).cast(pa.binary())
         return _whole(column, _null_where(array.is_null(), whole))
-    if pa.types.is_dictionary(kind):
-        return _whole(column, array.dictionary_decode())
     if pa.types.is_boolean(kind):
         return array.cast(pa.int64())
     if column.parse in ("integral", "bins") and pa.types.is_floating(kind):
@@ -292,8 +294,6 @@ def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
     """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     array = without_missing(column, array)
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
@@ -304,11 +304,11 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
         _require(not pa.types.is_integer(array.type) or column.parse == "yymmddhh", column)
         array = _prepared(column, array)
     _require(array.null_count == 0, column)
-    if column.parse == "yymmddhh":
-        seconds = hours(column, array.to_numpy(zero_copy_only=False))
-    elif pa.types.is_timestamp(array.type):
+    if pa.types.is_timestamp(array.type):
         seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // _PER_SECOND[
             array.type.unit]
+    elif column.parse == "yymmddhh":
+        seconds = hours(column, array.to_numpy(zero_copy_only=False))
     else:
         values = _numbers(column, array)
         seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))

@@ -37,7 +37,8 @@ class Derived:
 
         Raises:
             FileFormatError: a side table has malformed rows or a repeated key.
-            InvalidInputError: a key column or a crossed column has lists of ids.
+            InvalidInputError: a key column or a crossed column has lists of ids, or the keys of a
+                side table cannot have the type of the log's.
         """
         recipe = self._recipe
         if self._tables is None:
@@ -57,6 +58,7 @@ class _SideTable:
     """A side table in memory, with a last row of missing fields for keys without a match."""
 
     def __init__(self, join: Join) -> None:
+        self._name, self._key = join.file, join.key
         recipe = Recipe(join.file, join.file, (join.layout,))
         parts = []
         for unit in plan_units(recipe, find_inputs(recipe, [join.file]), None, 1 << 62):
@@ -80,9 +82,24 @@ class _SideTable:
         kept = replace(table, sparse=tuple(x for k, x in enumerate(table.sparse) if k != at))
         self._rows = concat([kept, _missing_row(kept)])
 
+    def _keys_as(self, kind: pa.DataType) -> pa.Array:
+        """Return the table's keys in the log's type; raises InvalidInputError."""
+        keys = self._keys
+        if pa.types.is_binary(kind) and not pa.types.is_binary(keys.type):
+            keys = keys.cast(pa.string())  # the key 17 becomes the text 17
+        try:
+            return keys.cast(kind)
+        except pa.ArrowInvalid as error:
+            raise InvalidInputError(
+                f"cannot join {self._name!r}", f"keys {self._key!r}", str(error)[:120],
+                f"keys of the log's type {kind}", "convert one of both columns") from None
+
     def of(self, keys: pa.Array) -> tuple[Rows, int]:
-        """Return the rows of `keys` [n], and the number of keys that are not in the table."""
-        known = self._keys if keys.type == self._keys.type else self._keys.cast(keys.type)
+        """Return the rows of `keys` [n], and the number of keys that are not in the table.
+
+        Raises InvalidInputError if a key of the table cannot have the type of `keys`.
+        """
+        known = self._keys_as(keys.type)
         at = pc.index_in(keys, value_set=known, skip_nulls=True)
         last = self._rows.labels.size - 1
         return in_order(self._rows, at.fill_null(last).to_numpy().astype(np.int64)), at.null_count

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import gzip
 import io
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +98,8 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
                    "a regular file, or a pipe as the only input") for file in found))
         paths += found
     real = [p if store.is_url(p) else os.path.realpath(p) for p in paths]
-    twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
+    times = Counter(real)
+    twice = sorted({p for p, r in zip(paths, real, strict=True) if times[r] > 1})
     require(what, "name every file once",
             ("inputs", twice or paths, bool(paths) and not twice, "at least one file, each once"))
     return paths
@@ -110,10 +113,12 @@ def _local_files(name: str) -> list[str]:
                  and store.is_data(str(p.relative_to(path)))]
     elif path.exists():
         return [name]
-    elif any(c in path.name for c in "*?["):
-        found = [str(p) for p in path.parent.glob(path.name)]
     else:
-        return []
+        # As in a shell, folders may be patterns too, and `*` matches no hidden files, such as the
+        # indices of gzip files (`oper.data.reading.cuts`).
+        folder = str(path.parent)
+        inside = glob.escape(folder) if path.parent.is_dir() else folder
+        found = [str(Path(p)) for p in glob.glob(os.path.join(inside, path.name))]
     return sorted(found, key=natural_key)
 
 
@@ -184,11 +189,13 @@ def is_empty(path: str) -> bool:
 def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int = 1) -> list[Unit]:
     """Divide a text file into units of about `unit_bytes` bytes of text each.
 
-    Files with quoted fields, and files compressed other than by gzip, are one unit. A gzip file
-    larger than `unit_bytes` is first indexed with `num_threads` threads (`oper.data.reading.cuts`).
+    One unit each are files with quoted fields, files compressed other than by gzip, and files of
+    bags whose line numbers are the users. A gzip file larger than `unit_bytes` is first indexed
+    with `num_threads` threads (`oper.data.reading.cuts`).
     """
     size = store.size(path)
-    if layout.quote or size <= unit_bytes:
+    counts_lines = layout.format == "bags" and layout.first != "user"
+    if layout.quote or counts_lines or size <= unit_bytes:
         return [Unit(path, layout.name)]
     kind, end = _kind_of(path), None
     if kind != "plain":

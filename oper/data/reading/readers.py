@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
@@ -103,8 +104,13 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
     """Describe a malformed row for a message: file, row, column, value found and expected."""
     layout = recipe.layout(unit.layout)
-    is_text = layout.format in ("text", "jsonl", "bags")
-    row = line_of(unit, layout, bad.row) if is_text else bad.row + 1
+    if layout.format in ("text", "jsonl", "bags"):
+        row = line_of(unit, layout, bad.row)
+    else:
+        row = bad.row + 1
+        if unit.start:  # the unit begins after other row groups of a Parquet file
+            about = open_parquet(unit.path).metadata
+            row += sum(about.row_group(group).num_rows for group in range(unit.start))
     return (f"{unit.path}, row {row}, column {bad.column or '-'}: {bad.value!r}, "
             f"expected {bad.expected}")
 
@@ -125,7 +131,7 @@ def _parser(unit: Unit, recipe: Recipe, text: TextLayout | None) -> Callable[[Bl
     if text is not None:
         return partial(parse_block, text=text)
     layout = recipe.layout(unit.layout)
-    parse = (_objects(unit.path, recipe, layout) if layout.format == "jsonl"
+    parse = (_objects(recipe, layout) if layout.format == "jsonl"
              else _bags(recipe, layout))
     return partial(_by_lines, recipe=recipe, layout=layout, parse=parse)
 
@@ -160,10 +166,10 @@ def _object_type(column: Column) -> pa.DataType:
     return _OBJECT_TYPES.get(column.parse, pa.float64())
 
 
-def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
+def _objects(recipe: Recipe, layout: Layout) -> _Parse:
     """Return a parser of lines with one JSON object each."""
     wanted = [c for c in layout.columns if c.kind != "skip"]
-    schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
+    schema = pa.schema({name: _object_type(c) for c in wanted for name in c.sources})
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:
@@ -175,9 +181,11 @@ def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
         if table.num_rows != rows.size:
             raise MalformedError("")
         arrays = {}
-        for name, (column, array) in _arrow_columns(layout, table, path).items():
-            arrays[name] = (column, array.cast(pa.binary()) if pa.types.is_string(array.type)
-                            else array)
+        for column in wanted:
+            # An object has the column under one of its names; under the others it is null.
+            array = pc.coalesce(*map(table.column, column.sources)).combine_chunks()
+            arrays[column.name] = (column, array.cast(pa.binary())
+                                   if pa.types.is_string(array.type) else array)
         return rows_of(arrays, recipe.names("dense"), recipe.names("sparse"), rows)
 
     return parse
@@ -267,7 +275,7 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
     first = 0
     for batch in file.iter_batches(size, row_groups=None if group is None else [group],
                                    columns=[n for n in wanted if n in held]):
-        table, rows = pa.table(batch), np.arange(first, first + batch.num_rows)
+        table, rows = _decoded(batch), np.arange(first, first + batch.num_rows)
         first += batch.num_rows
         for name in added:
             table = table.append_column(name, pa.array([folders[name]] * len(rows), pa.string()))
@@ -279,6 +287,15 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
             table, rows = table.filter(keep), rows[keep.to_numpy()]
         if rows.size:
             yield table, rows
+
+
+def _decoded(batch: pa.RecordBatch) -> pa.Table:
+    """Make a table of a batch, with values in place of dictionary codes (pandas' categories)."""
+    table = pa.table(batch)
+    for k, x in enumerate(batch.columns):
+        if pa.types.is_dictionary(x.type):
+            table = table.set_column(k, table.column_names[k], x.dictionary_decode())
+    return table
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
@@ -305,8 +322,13 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
         return BadRow(int(rows[k]), column.name, show(str(array[k].as_py()).encode()),
                       convert.EXPECTED[column.parse])
 
-    return by_halves(rows.size, some, blame,
-                     lambda: no_rows([c for c, _ in columns.values()], dense, sparse))
+    def none() -> Rows:
+        try:
+            return some(0, 0)  # with the types of the file, such as lists
+        except MalformedError:  # a column has a type that it must not have
+            return no_rows([c for c, _ in columns.values()], dense, sparse)
+
+    return by_halves(rows.size, some, blame, none)
 
 
 def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:

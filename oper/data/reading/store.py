@@ -138,7 +138,9 @@ def files_below(url: str) -> list[str]:
         paths = [i.path for i in infos if i.is_file]
     if fixed != name:
         return [base + p + query for p in paths if Path(p).match(name)
-                and p.count("/") == name.count("/")]
+                and p.count("/") == name.count("/")
+                # As locally, `*` matches no hidden file.
+                and (Path(p).name[0] != "." or Path(name).name[0] == ".")]
     return [base + p + query for p in paths if is_data(p[len(fixed):])]
 
 

@@ -275,12 +275,15 @@ def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
         return [line.removesuffix(b"\r").split(separator) for line in data.split(b"\n")[:-1]]
     lines = io.StringIO(data.decode("latin-1"), newline="")  # one character per byte
     dialect = _dialect(separator.decode(), text.layout)
+    limit = csv.field_size_limit(len(data))  # skipped fields may be long
     try:
         records = [[f.encode("latin-1") for f in record] or [b""]
                    for record in csv.reader(lines, **dialect)]
         why = "" if len(records) <= block.num_lines else "a carriage return outside of quotes"
     except csv.Error as error:
         records, why = [], str(error)
+    finally:
+        csv.field_size_limit(limit)
     if why:
         raise FileFormatError(f"cannot read {block.path!r}",
                               f"text from row {block.first_row + 1} on", why,

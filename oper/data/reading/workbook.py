@@ -29,7 +29,11 @@ def rows_as_csv(path: str) -> Iterator[bytes]:
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise FileFormatError(what, "content", str(error)[:200], "an Excel workbook",
                               "fetch it again") from None
-    for row in book.worksheets[0].iter_rows(values_only=True):
+    sheet, width = book.worksheets[0], 0
+    sheet.reset_dimensions()  # some programs state none, or only the first cell
+    for row in sheet.iter_rows(values_only=True):
+        width = width or len(row)
         out = io.StringIO(newline="")
-        csv.writer(out, lineterminator="\n").writerow(row)
+        # A row ends at its last cell, and empty ones need not be in the file.
+        csv.writer(out, lineterminator="\n").writerow([*row, *[None] * (width - len(row))])
         yield out.getvalue().encode()
