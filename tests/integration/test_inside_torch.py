@@ -10,6 +10,7 @@ import torch
 import torch._inductor.config
 import torchrec
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import oper
@@ -221,6 +222,13 @@ def test_no_weight_gradient_from_rows_updated_since_the_lookup(compiles: bool) -
     with pytest.raises(InvalidInputError, match="updates of the rows since the lookup=1"):
         second.sum().backward()
     assert torch.equal(bag.weight, rows)
+
+
+def test_recorders_of_operators_are_refused() -> None:
+    """They would record the rows as constants."""
+    bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
+    with pytest.raises(InvalidInputError, match="make_fx"):
+        make_fx(bag)(torch.tensor([[1, 2]]))
 
 
 _OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor",
