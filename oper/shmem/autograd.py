@@ -56,18 +56,23 @@ class CollectedPasses:
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
                 self.parts.pop(task, None)
 
-    def check_repeated(self, num_steps: int) -> None:
+    def check_repeated(self, num_steps: int, trains: bool) -> None:
         """Raise InvalidInputError if a lookup is repeated in a backward pass that has updated rows.
 
         A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        then makes a separate backward pass, whose update later checkpoints would see. `num_steps`:
-        that of the tables, now.
+        then makes a separate backward pass, whose update later checkpoints would see.
+
+        Args:
+            num_steps: that of the tables, now.
+            trains: whether the lookup is with gradients. Others may run while another thread
+                trains, so they leave `began` alone.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
-            self.began.clear()
+            if trains:
+                self.began.clear()
         elif self.began.setdefault(task, num_steps) != num_steps:
-            raise InvalidInputError("cannot train a lookup repeated in a backward pass",
+            raise InvalidInputError("cannot repeat a lookup in a backward pass",
                                     "updates of the rows in this backward pass", ">= 1",
                                     "0, because the repeated lookup must read the rows of the "
                                     "first", "checkpoint with use_reentrant=False, or only one "
@@ -101,7 +106,7 @@ class _Lookup(torch.autograd.Function):
             shared = SharedBags(shared.bags, shared.samples.clone())
             batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
-        tables.collected.check_repeated(tables.num_steps)
+        tables.collected.check_repeated(tables.num_steps, True)
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_flushes)
             if turns.is_alone or not trains:

@@ -116,8 +116,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
                    None if weights is None else weights.contiguous(), pooled)
     opened = _tables(tables)
     opened.collected.forget_failed()
-    if trained:
-        opened.collected.check_repeated(opened.num_steps)
+    opened.collected.check_repeated(opened.num_steps, trained)
     at_once = not trained and not opened.on_device and opened.is_one_domain
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:

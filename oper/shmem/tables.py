@@ -261,6 +261,8 @@ class ShardedTables(TableUpdates):
                         batch = self.turns.parts.looked_up(batch)
                     return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                           batch.weights, self, batch)
+            if self.collected.began:
+                self.collected.check_repeated(self.num_steps, False)
             out, offsets = self.forward_alone(batch)
         except RuntimeError:
             refuse_transforms()

@@ -330,12 +330,22 @@ def test_reentrant_checkpoints_refuse_updated_rows(compiles: bool) -> None:
     assert_same_state(plain, kept)
 
 
-def test_checkpoints_refuse_detached_lookups_of_updated_rows() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_checkpoints_refuse_detached_lookups_of_updated_rows(compiles: bool, tracked: bool
+                                                             ) -> None:
     """The last part's lookup is complete, and its rows are updated, before the first is repeated.
     """
     table = oper.shard(nn.Embedding(9, 4), optimizer=oper.SGD(lr=0.5))
     ids, x = torch.tensor([1, 2]), torch.ones(2, 4, requires_grad=True)
-    first = checkpoint(lambda x: (x * table(ids).detach()).sin(), x, use_reentrant=False)
+    look_up = torch.compile(table, backend="aot_eager") if compiles else table
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(tracked):
+            rows = look_up(ids)
+        return (x * rows.detach()).sin()
+
+    first = checkpoint(part, x, use_reentrant=False)
     with pytest.raises(InvalidInputError, match="only one part of the model"):
         (first * table(ids)).sum().backward()
 
