@@ -198,6 +198,9 @@ NIGHTLY = (
             "test_the_default_back_end_compiles_lookups_of_unknown_sizes",
             "test_compiled_training_is_bitwise_eager_training has another back end"),
     Nightly("tests/integration/test_inside_torch.py::"
+            "test_the_default_back_end_trains_tables_beside_dense_layers",
+            "test_updates_read_no_memory_that_a_graph_has_used_again"),
+    Nightly("tests/integration/test_inside_torch.py::"
             "test_compiled_training_is_bitwise_eager_training", "with weights", "False"),
     Nightly("tests/integration/test_deltas.py::test_a_checkpoint_and_its_deltas_restore_the_run",
             "two ranks and a plan with column pieces", "1-3|2-5"),

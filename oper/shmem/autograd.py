@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -56,6 +56,28 @@ class CollectedPasses:
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
                 self.parts.pop(task, None)
 
+    def check_repeated(self, num_steps: int, trains: bool) -> None:
+        """Raise InvalidInputError if a lookup is repeated in a backward pass that has updated rows.
+
+        A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
+        then makes a separate backward pass, whose update later checkpoints would see.
+
+        Args:
+            num_steps: that of the tables, now.
+            trains: whether the lookup is with gradients. Others may run while another thread
+                trains, so they leave `began` alone.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            if trains:
+                self.began.clear()
+        elif self.began.setdefault(task, num_steps) != num_steps:
+            raise InvalidInputError("cannot repeat a lookup in a backward pass",
+                                    "updates of the rows in this backward pass", ">= 1",
+                                    "0, because the repeated lookup must read the rows of the "
+                                    "first", "checkpoint with use_reentrant=False, or only one "
+                                    "part of the model with lookups in these tables")
+
     def _apply(self, anchor: torch.Tensor) -> None:
         grad = anchor.grad
         if grad is None or grad.requires_grad:  # by a pass with create_graph=True
@@ -84,13 +106,7 @@ class _Lookup(torch.autograd.Function):
             shared = SharedBags(shared.bags, shared.samples.clone())
             batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
-        began, task = tables.collected.began, torch._C._current_graph_task_id()
-        if task == -1:
-            began.clear()
-        # A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        # then makes a separate backward pass, whose update later checkpoints would see.
-        ctx.is_outdated = task != -1 and (
-            began.setdefault(task, tables.num_steps) != tables.num_steps)
+        tables.collected.check_repeated(tables.num_steps, True)
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_flushes)
             if turns.is_alone or not trains:
@@ -117,8 +133,6 @@ class _Lookup(torch.autograd.Function):
         tables, batch, offsets, frozen = ctx.call
         if (*map(_VERSION, ctx.watched),) != ctx.versions:
             _refuse_changes(batch, ctx.watched, ctx.versions)
-        if ctx.is_outdated:
-            _refuse_outdated()
         weights = None
         updates = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(
             ctx.next_functions[0][0])
@@ -159,14 +173,6 @@ def check_rows(tables: Tables, rows: Sequence[int]) -> None:
                                 "0, because the gradient is computed from the rows",
                                 "take all gradients of a step in one backward pass, and write to "
                                 "tables before the lookup or after that pass")
-
-
-def _refuse_outdated() -> NoReturn:
-    raise InvalidInputError("cannot train a lookup repeated in a backward pass",
-                            "updates of the rows in this backward pass", ">= 1",
-                            "0, because the repeated lookup must read the rows of the first",
-                            "checkpoint with use_reentrant=False, or only one part of the model "
-                            "with lookups in these tables")
 
 
 def _refuse_changes(batch: Lookup, watched: Sequence[torch.Tensor], versions: Sequence[int]

@@ -190,6 +190,14 @@ def refuse_transforms() -> None:
                                 "look up first, and transform the rest of the model")
 
 
+def refuse_recording() -> None:
+    """Raise InvalidInputError while torch (``make_fx``) records the operators that are called: it
+    would record the results of the kernels as constants."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise InvalidInputError("cannot record lookups in sharded tables", "tracer", "make_fx",
+                                "torch.compile or torch.export", "use one of these")
+
+
 def raise_status(code: int, detail: int, send_buffer_bytes: int, batch: Lookup | None = None,
                  offsets: torch.Tensor | None = None, tables: Any = None) -> NoReturn:
     """Raise the error for a status code of the kernels.

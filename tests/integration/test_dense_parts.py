@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -72,6 +73,21 @@ def test_second_derivatives_of_the_interaction() -> None:
     for got, want in zip(*found, strict=True):
         assert got is not None and want is not None
         torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-2)
+
+
+def test_the_interaction_in_forward_mode_and_in_transforms() -> None:
+    g = torch.Generator().manual_seed(0)
+    dense, sparse = torch.randn(3, 4, generator=g), torch.randn(3, 2, 4, generator=g)
+    found = []
+    for module in (InteractionArch(2), DotInteraction(2)):
+        def total(dense: torch.Tensor, of: Any = module) -> torch.Tensor:
+            return of(dense, sparse).pow(2).sum()
+
+        with forward_ad.dual_level():
+            out = module(forward_ad.make_dual(dense, dense), sparse)
+            tangent = forward_ad.unpack_dual(out).tangent
+        found.append((tangent, torch.func.grad(total)(dense)))
+    torch.testing.assert_close(*found)
 
 
 def test_a_sample_does_not_depend_on_the_others() -> None:

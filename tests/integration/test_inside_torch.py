@@ -1,6 +1,7 @@
 """Sharded modules with torch.compile, export, activation checkpoints, autocast and GradScaler."""
 
 import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 import torch._inductor.config
 import torchrec
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import oper
@@ -81,7 +83,10 @@ def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
 
 
 # Neither headers compiled in advance nor trial compilations, which take most of the time.
-@torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True})
+_DEFAULT_BACK_END = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
+
+
+@torch._inductor.config.patch(_DEFAULT_BACK_END)
 def test_the_default_back_end_compiles_lookups_of_unknown_sizes() -> None:
     eager, other = (m.ec for m in pair())
     sums = [lambda batch, ec=ec: ec(batch)["h"].values().sum(0) for ec in (eager, other)]
@@ -92,6 +97,35 @@ def test_the_default_back_end_compiles_lookups_of_unknown_sizes() -> None:
         for out in (a, b):
             out.pow(2).sum().backward()
     torch.testing.assert_close(eager.state_dict(), other.state_dict())
+
+
+class Beside(nn.Module):
+    """Pooled rows under dense layers, beside others whose gradients have the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(200, 64, mode="sum")
+        self.over = nn.Linear(64, 64)
+        self.dense = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
+                                   nn.Linear(64, 64))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        beside = self.dense(x)  # first, since its backward pass is then after that of the lookup
+        return beside + torch.tanh(self.over(self.bag(ids)))
+
+
+@torch._inductor.config.patch(_DEFAULT_BACK_END)
+def test_the_default_back_end_trains_tables_beside_dense_layers() -> None:
+    """Its graphs use the memory of gradients again, before the tables are updated."""
+    eager, other = (oper.shard(Beside(), optimizer=oper.SGD(lr=0.5)) for _ in range(2))
+    compiled = torch.compile(other, fullgraph=True)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ids, x = torch.randint(0, 200, (32, 3), generator=g), torch.randn(32, 64, generator=g)
+        for model in (eager, compiled):
+            model(ids, x).pow(2).mean().backward()
+        torch.testing.assert_close(eager.state_dict(), other.state_dict())
 
 
 class Twice(nn.Module):
@@ -151,6 +185,32 @@ def test_updates_read_no_memory_that_a_graph_has_used_again() -> None:
     assert torch.equal(*found)
 
 
+def test_a_table_frozen_at_a_lookup_in_a_graph_is_not_updated() -> None:
+    eager, other = (m.ebc for m in pair())
+    for ebc, call in ((eager, eager), (other, torch.compile(other, backend="aot_eager"))):
+        call(jagged(0)).values().sum().backward()
+        weight = ebc.embedding_bags["a"].weight.requires_grad_(False)
+        loss = call(jagged(1)).values().sum()
+        weight.requires_grad_(True)
+        loss.backward()
+    assert_same_state(eager, other)
+
+
+def test_numbers_of_tables_depend_on_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a program exported in another process would read other tables."""
+    numbers = []
+    for rows in (9, 9, 10):
+        monkeypatch.setattr("oper.shmem.compiled._NUMBERS", itertools.count(10**6))
+        bag = oper.shard(nn.EmbeddingBag(rows, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
+        numbers.append(bag.tables.number)
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_graphs_of_a_gpu_are_not_recorded_with_lookups() -> None:
+    for operator in (torch.ops.oper.lookup, torch.ops.oper.lookup_update):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_no_weight_gradient_from_rows_updated_since_the_lookup(compiles: bool) -> None:
     bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
@@ -162,6 +222,13 @@ def test_no_weight_gradient_from_rows_updated_since_the_lookup(compiles: bool) -
     with pytest.raises(InvalidInputError, match="updates of the rows since the lookup=1"):
         second.sum().backward()
     assert torch.equal(bag.weight, rows)
+
+
+def test_recorders_of_operators_are_refused() -> None:
+    """They would record the rows as constants."""
+    bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
+    with pytest.raises(InvalidInputError, match="make_fx"):
+        make_fx(bag)(torch.tensor([[1, 2]]))
 
 
 _OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor",
@@ -184,7 +251,7 @@ def test_opcheck(pooled: bool, weighted: bool) -> None:
         torch.library.opcheck(torch.ops.oper.lookup.default, (
             tables.anchor if trained else tables.anchor.detach(), ids, lengths,
             weights if trained else None, torch.arange(features), tables.number, 2, pooled,
-            *((2, tables.output_columns) if pooled else (ids.numel(), 8)), trained),
+            *((2, tables.output_columns) if pooled else (ids.numel(), 8)), trained, []),
             # The number of earlier updates, which lookups with weights return, is never the same.
             test_utils=_OPCHECKS[:3] if weights is not None and trained else _OPCHECKS)
 
@@ -201,7 +268,19 @@ def test_export_of_an_inference_model() -> None:
     empty = torch.zeros(0)
     with pytest.raises((OperError, RuntimeError), match=f"tables={number}|closed"):
         torch.ops.oper.lookup(empty, torch.tensor([1]), torch.tensor([1, 0, 0]), None,
-                              torch.arange(3), number, 1, True, 1, 20, False)
+                              torch.arange(3), number, 1, True, 1, 20, False, [])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_lookup_that_trains_is_refused(strict: bool) -> None:
+    """The program would train only its dense layers."""
+    bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.5))
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(Exception, match=r"export under torch.no_grad\(\)"):
+        torch.export.export(bag, (ids,), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(bag, (ids,), strict=strict)
+    assert torch.equal(program.module()(ids), bag(ids))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -220,7 +299,8 @@ def test_activation_checkpoints(reentrant: bool) -> None:
         assert kept.ebc.tables.num_steps == step + 1
 
 
-def test_reentrant_checkpoints_refuse_updated_rows() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_reentrant_checkpoints_refuse_updated_rows(compiles: bool) -> None:
     """Each has its own backward pass, whose update the next one's repeated lookup would read."""
     plain, kept, refused = (oper.shard(nn.Embedding(9, 4), optimizer=oper.SGD(lr=0.5))
                             for _ in range(3))
@@ -231,6 +311,8 @@ def test_reentrant_checkpoints_refuse_updated_rows() -> None:
         def part(x: torch.Tensor, of: nn.Module = model) -> torch.Tensor:
             return x * of(torch.tensor([1, 2])).cos()
 
+        if compiles:
+            part = torch.compile(part, backend="aot_eager")
         x = torch.ones(2, 4, requires_grad=True)
         if model is plain:
             out = part(part(x))
@@ -246,6 +328,26 @@ def test_reentrant_checkpoints_refuse_updated_rows() -> None:
         refused(torch.tensor([3])).sum().backward()  # later passes are not concerned
     assert torch.equal(*grads)
     assert_same_state(plain, kept)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_checkpoints_refuse_detached_lookups_of_updated_rows(compiles: bool, tracked: bool
+                                                             ) -> None:
+    """The last part's lookup is complete, and its rows are updated, before the first is repeated.
+    """
+    table = oper.shard(nn.Embedding(9, 4), optimizer=oper.SGD(lr=0.5))
+    ids, x = torch.tensor([1, 2]), torch.ones(2, 4, requires_grad=True)
+    look_up = torch.compile(table, backend="aot_eager") if compiles else table
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(tracked):
+            rows = look_up(ids)
+        return (x * rows.detach()).sin()
+
+    first = checkpoint(part, x, use_reentrant=False)
+    with pytest.raises(InvalidInputError, match="only one part of the model"):
+        (first * table(ids)).sum().backward()
 
 
 def test_autocast() -> None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -33,7 +34,8 @@ class DotInteraction(InteractionArch):
     products of a sample. There, it computes and returns float32 even under autocast."""
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        """Return the dense rows followed by the dot products of all pairs of rows.
+        """Return the dense rows followed by the dot products of all pairs of rows. Transforms of
+        ``torch.func`` and forward-mode differentiation use TorchRec's code.
 
         Args:
             dense_features: [B, D].
@@ -42,10 +44,17 @@ class DotInteraction(InteractionArch):
         Returns:
             [B, D + F + F * (F - 1) / 2].
         """
-        if dense_features.device.type != "cpu" or self.F == 0:
+        if dense_features.device.type != "cpu" or self.F == 0 or _is_transformed():
             return super().forward(dense_features, sparse_features)
         return _dot_interaction()(
             dense_features.float().contiguous(), sparse_features.float().contiguous())
+
+
+def _is_transformed() -> bool:
+    """Whether there is a transform of ``torch.func`` or forward-mode differentiation, for which the
+    operator has no rules."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def copy_less(model: DLRM) -> DLRM:
