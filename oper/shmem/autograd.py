@@ -56,22 +56,15 @@ class CollectedPasses:
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
                 self.parts.pop(task, None)
 
-    def check_repeated(self, num_steps: int, trains: bool) -> None:
-        """Raise InvalidInputError if a lookup is repeated in a backward pass that has updated rows.
+    def check_repeated(self, num_steps: int) -> None:
+        """Raise InvalidInputError if a lookup within a backward pass, which repeats one of the
+        forward pass, would read rows that the same backward pass has updated.
 
         A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        then makes a separate backward pass, whose update later checkpoints would see.
-
-        Args:
-            num_steps: that of the tables, now.
-            trains: whether the lookup is with gradients. Others may run while another thread
-                trains, so they leave `began` alone.
+        then makes a separate backward pass, whose update later checkpoints would see. `num_steps`:
+        that of the tables, now.
         """
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            if trains:
-                self.began.clear()
-        elif self.began.setdefault(task, num_steps) != num_steps:
+        if self.began.setdefault(torch._C._current_graph_task_id(), num_steps) != num_steps:
             raise InvalidInputError("cannot repeat a lookup in a backward pass",
                                     "updates of the rows in this backward pass", ">= 1",
                                     "0, because the repeated lookup must read the rows of the "
@@ -106,7 +99,10 @@ class _Lookup(torch.autograd.Function):
             shared = SharedBags(shared.bags, shared.samples.clone())
             batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
-        tables.collected.check_repeated(tables.num_steps, True)
+        if torch._C._current_graph_task_id() == -1:
+            tables.collected.began.clear()
+        else:
+            tables.collected.check_repeated(tables.num_steps)
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_flushes)
             if turns.is_alone or not trains:

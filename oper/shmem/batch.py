@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -190,12 +191,15 @@ def refuse_transforms() -> None:
                                 "look up first, and transform the rest of the model")
 
 
-def refuse_recording() -> None:
-    """Raise InvalidInputError while torch (``make_fx``) records the operators that are called: it
-    would record the results of the kernels as constants."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        raise InvalidInputError("cannot record lookups in sharded tables", "tracer", "make_fx",
-                                "torch.compile or torch.export", "use one of these")
+#: Returns what records the operators that are called, as ``make_fx`` does; None if nothing does.
+recorder = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def refuse_recording() -> NoReturn:
+    """Raise InvalidInputError for a lookup that is recorded, see `recorder`: the results of the
+    kernels would be recorded as constants."""
+    raise InvalidInputError("cannot record lookups in sharded tables", "tracer", "make_fx",
+                            "torch.compile or torch.export", "use one of these")
 
 
 def raise_status(code: int, detail: int, send_buffer_bytes: int, batch: Lookup | None = None,

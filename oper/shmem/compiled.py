@@ -116,7 +116,10 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
                    None if weights is None else weights.contiguous(), pooled)
     opened = _tables(tables)
     opened.collected.forget_failed()
-    opened.collected.check_repeated(opened.num_steps, trained)
+    if torch._C._current_graph_task_id() != -1:
+        opened.collected.check_repeated(opened.num_steps)
+    elif trained:  # others may run while another thread trains
+        opened.collected.began.clear()
     at_once = not trained and not opened.on_device and opened.is_one_domain
     with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:

@@ -22,6 +22,7 @@ from oper.shmem.batch import (
     ResolvedIds,
     needs_weight_gradient,
     raise_status,
+    recorder,
     refuse_recording,
     refuse_transforms,
     refuse_weight_gradient,
@@ -238,7 +239,8 @@ class ShardedTables(TableUpdates):
             return self.keys.lookup(self.lookup, batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
-        refuse_recording()
+        if recorder() is not None:
+            refuse_recording()
         looked_up = batch.looked_up
         if looked_up is not None:
             if (looked_up.by is self.turns.parts
@@ -261,8 +263,8 @@ class ShardedTables(TableUpdates):
                         batch = self.turns.parts.looked_up(batch)
                     return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                           batch.weights, self, batch)
-            if self.collected.began:
-                self.collected.check_repeated(self.num_steps, False)
+            if self.collected.began and torch._C._current_graph_task_id() != -1:
+                self.collected.check_repeated(self.num_steps)
             out, offsets = self.forward_alone(batch)
         except RuntimeError:
             refuse_transforms()

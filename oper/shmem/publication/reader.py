@@ -26,6 +26,7 @@ from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
     Lookup,
     raise_status,
+    recorder,
     refuse_recording,
     refuse_weight_gradient,
 )
@@ -176,7 +177,8 @@ class PublishedTables(BufferRows):
     def _checked(self, batch: Lookup) -> Lookup:
         """Check the pinned epoch; returns the batch after `BoundsCheck.repair`."""
         self._reader.check_pinned(self._buffer)
-        refuse_recording()
+        if recorder() is not None:
+            refuse_recording()
         refuse_weight_gradient(batch)
         return self.bounds.repair(batch, self.device)
 
