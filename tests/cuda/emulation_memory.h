@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -69,7 +70,13 @@ inline char* allocate(int rank, bool in_arena, size_t bytes) {
   Region& region = regions[index];
   std::vector<char*>& free = region.free[size];
   if (free.empty()) {
-    if (rank >= kMaxDevices || region.used + size > kRegionBytes) std::abort();
+    if (rank >= kMaxDevices || region.used + size > kRegionBytes) {
+      std::fprintf(stderr, "emulation: no memory for %zu bytes on device %d, which has %llu of %llu "
+                   "in use or kept for allocations of other sizes\n", bytes, rank,
+                   static_cast<unsigned long long>(region.used),
+                   static_cast<unsigned long long>(kRegionBytes));
+      std::abort();
+    }
     free.push_back(memory_begin + index * kRegionBytes + region.used);
     region.used += size;
   }

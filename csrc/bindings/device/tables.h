@@ -228,7 +228,12 @@ class OnDevice {
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
-#if !defined(OPER_EMULATED)
+#if defined(OPER_EMULATED)
+  ~OnDevice() { emulation::device = before_; }
+
+ private:
+  const emulation::Device before_ = emulation::device;
+#else
  private:
   // torch's: to go back to a device on which this process has no context does not create one, which
   // would take memory on the first GPU for every process of a machine.
