@@ -30,9 +30,10 @@ def own_version() -> str:
     if not (root / ".git").exists():
         return __version__
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12",
-             "--dirty=.dirty"], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(  # without locks, since it would write the index of the checkout
+            ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--exclude=*",
+             "--abbrev=12", "--dirty=.dirty"],
+            capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, or the checkout is another user's
         return __version__
     return f"{__version__}+g{done.stdout.strip()}"

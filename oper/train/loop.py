@@ -92,8 +92,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
                 # Otherwise a server would take an earlier run's state for this run's.
                 (out / STATE).unlink(missing_ok=True)
     metrics = _MetricsFile(out if rank == 0 else None, {
-        "config": config.to_json(), "versions": versions(), "world_size": world_size,
-        "model": task.about()}, done > 0)
+        "config": config.to_json(), "versions": versions() if rank == 0 else {},
+        "world_size": world_size, "model": task.about()}, done > 0)
     with _peer_errors(engine), metrics as log:
         tracing = _traced(engine, config, done)
         with checkpoints or contextlib.nullcontext(), tracing or contextlib.nullcontext():

@@ -46,6 +46,7 @@ from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_never
 from oper.integration.checkpoint.saving import (
     Restored,
     collections_of,
+    fsdp1_modules,
     restore,
     save_by,
     saves_to,
@@ -101,8 +102,7 @@ class DeltaCheckpoints:
                 "at least one collection, at least a byte", "save full checkpoints")
         _refuse_parts(name for name, x in (*model.named_parameters(), *model.named_buffers())
                      if _is_part(x))
-        _refuse_parts(name or "the model" for name, x in model.named_modules()
-                     if type(x).__name__ == "FullyShardedDataParallel")
+        _refuse_parts(name or "the model" for name in fsdp1_modules(model))
         self._changed: list[ChangedRows] = [
             ChangedRows(t) if t.replicas is None else t.replicas.changed_rows() for t in found]
         self.part_bytes = max(1, min(32 << 20, memory_bytes // 5))

@@ -284,8 +284,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             ("optimizer", type(optimizer).__name__, optimizer is None or hasattr(
                 optimizer, "state_dict"), "an object with state_dict(), or None"))
     inner = _inner(model)
-    flat = {id(p) for module in inner.modules() for p in module.parameters()
-            if type(module).__name__ == "FullyShardedDataParallel"}
+    flat = {id(p) for module in fsdp1_modules(inner).values() for p in module.parameters()}
     divided = [p for p in parameters_of(optimizer)
                if id(p) in flat and not isinstance(p, TableTensor)]
     require(what, "divide them by fully_shard, or pass an object whose state_dict() calls "
@@ -310,6 +309,13 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
     """Return sharded torch modules in training, by path; TorchRec's have a ``fused_optimizer``."""
     return {name: module for name, module in _by_path(model).items()
             if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None}
+
+
+def fsdp1_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that are FullyShardedDataParallel, whose ranks each hold a part
+    of flattened parameters, by name."""
+    return {name: module for name, module in model.named_modules()
+            if type(module).__name__ == "FullyShardedDataParallel"}
 
 
 def _trained(model: nn.Module) -> dict[str, Any]:
