@@ -75,7 +75,7 @@ class ShardedTables(TableUpdates):
     Raises:
         PlanError: the plan does not fit the number of ranks or cannot be executed here.
         InvalidInputError: the arguments differ between the ranks.
-        OperError: memory does not suffice.
+        OperError: there is not enough memory for the arenas.
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
@@ -415,7 +415,7 @@ class ShardedTables(TableUpdates):
 
         Raises:
             PlanError: the plan does not fit, or cannot be executed here; the old plan stays in use.
-            OperError: memory does not suffice for the new arenas; the old plan stays in use.
+            OperError: there is not enough memory for the new arenas; the old plan stays in use.
             InvalidInputError: another move is under way, `micro_batches` is active, or in replica
                 groups `bytes_per_step` is not None or the groups' plans differ.
         """
@@ -455,7 +455,7 @@ class ShardedTables(TableUpdates):
                              is_new=False)
 
     def check_memory(self) -> None:
-        """Raise OperError unless free memory suffices for the arenas of this memory domain."""
+        """Raise OperError unless there is enough free memory for this memory domain's arenas."""
         check_memory([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:

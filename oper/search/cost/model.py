@@ -517,7 +517,7 @@ class CostModel:
         return fixed
 
     def evaluation(self, vector: LoadVector) -> Evaluation:
-        """The modelled step, from the load vector of an entire plan (`base` included)."""
+        """The modelled step time, from the load vector of an entire plan (`base` included)."""
         units = self.units(vector)
         seconds = self.machine.seconds(units)
         fixed = self.fixed_us(vector)

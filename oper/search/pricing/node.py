@@ -41,7 +41,8 @@ class PieceChoice:
         kind: type (width) of pushed pieces, an index among the table's types.
         mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
         choice: int64 [num_blocks of the table], option of each block.
-        amount: float64 [M, 4], features of the table's rows by option.
+        amount: float64 [M, 4], for each option the features (`oper.search.problem.statement`) of
+            the rows that have it.
     """
 
     share: float
@@ -222,8 +223,8 @@ class Node:
             "price": r.of_sums[:, classes] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
-            # If the columns are no multiple of the step, unpushed pieces next to pushed ones are
-            # not priced; such a table is treated as undecided, which is a valid relaxation.
+            # If a dim is no multiple of `COLUMN_STEP`, unpushed pieces next to pushed ones are not
+            # priced; such a table is treated as undecided, which is a valid relaxation.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
                 (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "columns": pieces.columns, **self._types}

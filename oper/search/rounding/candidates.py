@@ -256,7 +256,8 @@ class CandidatePool:
                 return
 
     def refine(self, rng: np.random.Generator, target: float) -> None:
-        """Coordinate descent over boundaries between candidates, on a finer grid every round."""
+        """Coordinate descent over tier boundaries between those of good candidates, on a grid that
+        gets finer each round, until the score is at most `target` microseconds or hardly falls."""
         for _ in range(_REFINEMENTS):
             before = self.score
             if before <= target:
