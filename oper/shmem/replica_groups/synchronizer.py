@@ -127,10 +127,11 @@ class Synchronizer:
         self._since = 0
         self.is_late = False  # whether the group has skipped the update that should synchronize
         self.last_update = -self._counterparts.number  # until the first one, see `late`
-        # See `refused`: updates, also skipped ones, since the model's collections were joined;
-        # whether batches leave out collections; and whether a refused one may have left out this.
+        # See `refused`: number of updates, also skipped ones, since the model's collections were
+        # joined; whether batches leave out collections; whether a refused batch may have left out
+        # this collection.
         self.counted, self.is_uneven, self.is_assumed = 0, False, False
-        self._has_differed = False  # whether ranks have frozen others, see `_adopt_skipped`
+        self._has_differed = False  # whether ranks froze different tables, see `_adopt_skipped`
         self._under_way: _UnderWay | None = None
         # Whether `takes` is running, this group has refused its update, a synchronization failed.
         self._is_inside = self._has_refused = self._is_broken = False
@@ -257,12 +258,13 @@ class Synchronizer:
 
     def note_refused(self, differ: bool = False) -> None:
         """Count the update that this rank's group skips because one of its ranks has refused the
-        batch, see `refused.note_refused`. Nothing to do if ``every = 1``: no group updates then."""
+        batch, see `refused.note_refused`. Does nothing if ``every = 1``: then no group updates."""
         if self.groups.every > 1:
             note_refused(self, differ)
 
     def count_skipped(self, differ: bool) -> None:
-        """Count an update that this rank's group skips, `differ`: since frozen tables differ."""
+        """Count an update that this rank's group skips. `differ`: whether the ranks of the group
+        have frozen different tables."""
         self._since, self.counted = self._since + 1, self.counted + 1
         self.is_late |= self._since >= self.groups.every
         self._has_differed |= differ
