@@ -34,8 +34,8 @@ def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
 def read_batch(path: Path, at: int = 0) -> pa.RecordBatch:
     """Map the columns that `append_batch` has written at a position of a file into memory.
 
-    Raises FileFormatError if the file is damaged: work files need not survive a crash of the
-    machine.
+    Raises FileFormatError if the file is damaged, as it may be after a crash of the machine, since
+    work files are not written with fsync.
     """
     try:
         with pa.memory_map(str(path)) as file:

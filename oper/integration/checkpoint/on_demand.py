@@ -114,7 +114,8 @@ class TableRows:
         # A nested tensor has no shape.
         found = () if getattr(value, "is_nested", False) else tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
-            raise InvalidInputError(what, "shape", found, f"{tuple(self.shape)}",
+            raise InvalidInputError(what, "type, shape", (type(value).__name__, found),
+                                    f"a tensor of shape {tuple(self.shape)}",
                                     "load a state_dict of this model")
         if isinstance(value, torch.Tensor) and (
                 value.is_meta or value.layout != torch.strided or value.is_complex()

@@ -128,8 +128,8 @@ class DeviceCounters:
             self._add("squares", k, r, n)
 
     def refreshes(self) -> None:
-        """Count masters that this rank has copied into its replicas; called after all ranks'
-        updates."""
+        """Count the changed master copies that this rank has copied into its replicas; called after
+        all ranks' updates."""
         refreshed = self._tables.num_refreshed
         for k, d in enumerate(self._of_key):
             held = [x for x in d.tiers if x.tier.placement == "replicated"
