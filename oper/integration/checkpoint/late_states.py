@@ -1,7 +1,7 @@
 """Optimizers that create the state of a parameter in their first step, such as `torch.optim.Adam`.
 
 ``torch.distributed.checkpoint`` reads only values that the present state contains. For an optimizer
-that has not made a step, it would silently skip the saved states of all parameters.
+that has not taken a step, it would silently skip the saved states of all parameters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
                 sorted({str(p[n]) for p in found})[:8], "none, since TorchRec's optimizers load "
                 "only into a state that exists",
                 "use the optimizer of the run that saved; before loading, call init_state() of the "
-                "KeyedOptimizer of these parameters, or make a step")
+                "KeyedOptimizer of these parameters, or take a step")
     return found
 
 
@@ -88,7 +88,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def placeholder(metadata: Metadata, name: str) -> Any:
-    """Return a tensor to load the value `name` of a checkpoint into, or None if it is no tensor."""
+    """Return a tensor to load the value `name` of a checkpoint into, or None if it is not one."""
     item = metadata.state_dict_metadata[name]
     return (torch.empty(item.size, dtype=item.properties.dtype)
             if isinstance(item, TensorStorageMetadata) else None)

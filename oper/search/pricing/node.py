@@ -71,7 +71,7 @@ class Columns:
     """The solutions of all tables' pricing problems.
 
     Attributes:
-        configurations: by table, the cheapest configuration; None if a known one is no costlier.
+        configurations: by table, the cheapest configuration; None if a known one costs no more.
         resources: float64 [T, R], consumption of the resource rows; 0 for None.
         value: float64 [T], a lower bound of each table's cost over all configurations at the given
             prices; infinite if the node has no configuration of it.
@@ -223,8 +223,8 @@ class Node:
             "price": r.of_sums[:, classes] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
-            # If a dim is no multiple of `COLUMN_STEP`, unpushed pieces next to pushed ones are not
-            # priced; such a table is treated as undecided, which is a valid relaxation.
+            # If a dim is not a multiple of `COLUMN_STEP`, unpushed pieces next to pushed ones are
+            # not priced; such a table is treated as undecided, which is a valid relaxation.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
                 (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "columns": pieces.columns, **self._types}

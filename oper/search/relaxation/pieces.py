@@ -120,7 +120,7 @@ class Pieces:
         #: bool [T], whether the table may be cut by columns.
         self.cut = np.array([len(w) > 1 for w in self.widths], bool)
         #: int64 [T], columns that pieces must add up to; 0 if the table has one piece, or a dim
-        #: that is no multiple of `COLUMN_STEP`.
+        #: that is not a multiple of `COLUMN_STEP`.
         self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0)
                                  for t, w in zip(tables, self.widths, strict=True)], np.int64)
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
