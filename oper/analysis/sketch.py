@@ -200,10 +200,10 @@ class HeavyHitters:
         self.count_in(CountTable(0))
 
     def count_in(self, counted: CountTable) -> None:
-        """Count in `counted`, which may have counts already, until the next result."""
+        """Count in the table `counted`, which may have counts already, until `result` is called."""
         counted.max_bytes = max(counted.max_bytes, self._least_bytes)
         self.counted = counted
-        self._result: Counts | None = None  # the counts in place of those in `counted`
+        self._result: Counts | None = None  # the counts, once `result` has taken them out
 
     @property
     def error(self) -> int:

@@ -298,7 +298,7 @@ class CDT4Rec(Recommender):
                                    embedding_dim=config.user_dim)])
 
     def warm_up(self, num_steps: int) -> int:
-        """Return the number of first steps that train on logged returns: with
+        """Return the number of initial steps that train on logged returns: with
         ``returns="estimated"`` a third of the steps, otherwise 0."""
         return third_of(num_steps) if self.config.returns == "estimated" else 0
 

@@ -290,10 +290,7 @@ def units(value: Constraints) -> dict[str, str]:
 
 
 def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
-    """Yield the constraints with one part removed that restricts memory or placement.
-
-    Yields:
-        Name of the part removed, and the remaining constraints.
+    """For each part that restricts memory or placement, yield its name and the other constraints.
     """
     if held.memory_bytes is not None:
         yield "memory_bytes", replace(held, memory_bytes=None)
