@@ -291,7 +291,7 @@ class Node:
         """The cheapest type of pushed pieces for each placement.
 
         Args:
-            amount: float64 [N, M, 4], features by option.
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
             tables: int64 [N], the table of each placement.
             prices: float64 [R].
 
@@ -322,11 +322,10 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """Return what features, placed by option, consume of each resource, without fixed charges,
-        if owners are full.
+        """Return what rows consume of each resource, without fixed charges, if owners are full.
 
         Args:
-            amount: float64 [N, M, 4], features by option.
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
             tables: int64 [N], the table of each entry.
             kind: int64 [N], type of its pushed pieces.
             others: float64 [N, 1], columns of the table divided by those of one piece, for rows

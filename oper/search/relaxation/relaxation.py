@@ -248,7 +248,7 @@ class Relaxation:
         return self.phase_of.size
 
     def amounts(self, choice: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Features by option of entire tables whose blocks are placed by `choice`.
+        """Row features by option of entire tables whose blocks are placed by `choice`.
 
         Args:
             choice: int64 [num_blocks], option of each block.
@@ -282,6 +282,14 @@ class Relaxation:
         return out
 
     def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Consumption of the resource rows by features by option (float64 [N, M, 4]) of tables
-        (int64 [N]) as one column piece, without partial sums and fixed charges; float64 [N, R]."""
+        """Consumption of the resource rows by tables that are one column piece, without partial
+        sums and fixed charges.
+
+        Args:
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
+            tables: int64 [N], the table of each entry.
+
+        Returns:
+            float64 [N, R].
+        """
         return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))
