@@ -444,7 +444,7 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
     pairs = name_values(text or "", ",")
     if pairs is None or not all(x.isdecimal() and len(x) < 20 for x in pairs.values()):
         raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N, each field once",
-                         "name each field once with its rows")
+                         "write each field once with its number of rows")
     return {name: int(number) for name, number in pairs.items()} or None
 
 
