@@ -238,7 +238,8 @@ class HeavyHitters:
 
 
 class DistinctSample:
-    """Exact counts of the ids whose hash has `level` leading zeros, about 2^-level of all ids."""
+    """Exact counts of the ids whose hash has at least `level` leading zero bits, about 2^-level of
+    all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Start a sample of at most `num_entries` ids."""
@@ -246,7 +247,7 @@ class DistinctSample:
         self._thin(0)
 
     def _thin(self, level: int) -> None:
-        """Keep only the ids whose hash has `level` leading zeros."""
+        """Keep only the ids whose hash has at least `level` leading zero bits."""
         kept = self._counted.sample(level)
         self.level, self._counted = level, CountTable(max(64 * self.num_entries, 1 << 17))
         self._counted.add(*kept)

@@ -189,11 +189,9 @@ class CostModel:
         return self._in_host(self.shard_rows(t, width, owner), t, width, owner, "pull")
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """The load vector of one tier of a column piece, without partial sums.
-
-        For a tier that is replicated on some ranks only, it has the messages and memory of copies
-        on all ranks, which `subset_load_vector` corrects. Arguments and result as for `shard_rows`.
-        """
+        """The load vector of one tier of a column piece, without partial sums. With replicas on
+        some ranks only, it has the messages and memory of replicas on all ranks, which
+        `subset_load_vector` corrects. Arguments and result as for `shard_rows`."""
         kind = tier.placement if tier.placement == "replicated" else tier.mode
         out = {"replicated": self.replica_rows, "pull": self.shard_rows,
                "push": self.push_rows}[kind](t, width, owner)
