@@ -378,7 +378,7 @@ def run_analyze(args: argparse.Namespace) -> int:
                          "add --update-samples N, the batch size of all ranks together")
     if args.update_samples is not None and not has_times:
         raise UsageError("cannot analyze", "--update-samples", args.update_samples,
-                         "no value without --half-life and --time-to-live", "leave it out")
+                         "no value without --half-life or --time-to-live", "leave it out")
     return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
 
 

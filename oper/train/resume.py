@@ -57,7 +57,7 @@ def forgotten(out: str | os.PathLike[str]) -> Folders | None:
 
     Raises:
         InvalidInputError: there is a checkpoint in the target of a link; or the folders hold
-            something else than a checkpoint.
+            anything but a checkpoint.
     """
     what, place = "cannot start a new run", Path(out) / CHECKPOINT
     if place.is_symlink():
