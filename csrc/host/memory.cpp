@@ -43,8 +43,8 @@ struct Pool {
   size_t most_used_bytes = size_t{64} << 20;  // the most so far, or this if that is less
 };
 
-// Free blocks with more than this multiple of `most_used_bytes` are released before another block is
-// mapped. If sizes vary with the batch, there is otherwise no limit: each size has its own blocks.
+// Free blocks of more than this multiple of `most_used_bytes` are released before another block is
+// mapped. Otherwise there is no limit if sizes vary with the batch: each size has its own blocks.
 constexpr size_t kMostFree = 4;
 
 // Never destroyed: tensors may outlive static destructors.
