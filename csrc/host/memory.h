@@ -39,8 +39,8 @@ void want_huge(void* data, size_t bytes);
 int64_t last_level_cache_bytes();
 
 // Memory that is reused instead of returned to the kernel: a new 13 MB output would cost thousands
-// of page faults in every step. `pool_give` takes the same number of bytes as `pool_take`, which
-// throws std::bad_alloc.
+// of page faults in every step. At most a multiple of the most bytes in use so far is kept for
+// reuse. `pool_give` takes the same number of bytes as `pool_take`, which throws std::bad_alloc.
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
