@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.exchange.pull import choose_pull
+from oper.shmem.group import desync
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS
 from oper.shmem.tables import ShardedTables
@@ -236,6 +239,28 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
     finally:
         done.set()
         thread.join()
+
+
+def test_tables_are_dropped_while_a_thread_reads_their_barriers(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor's thread reads them; its errors would end it."""
+    class Tables(SimpleNamespace):
+        """Allows weak references."""
+
+    kept: list[Any] = [Tables(name="", specs={}, handle=k, is_watched=True, members=[0, 1])
+                       for k in range(2)]
+    register = desync.Register()
+    for tables in kept:
+        register.add(tables)
+    del tables
+
+    def read(handle: int) -> list[desync.BarrierState]:
+        kept.clear()
+        return [desync.BarrierState(arrivals, 3, 0, 0, 0, 0, 0) for arrivals in (2, 1)]
+
+    monkeypatch.setattr(desync, "barrier_states", read)
+    assert register.waits(0) == (1, 3)
+    assert register.waits(0) is None
 
 
 def test_a_child_forked_in_a_turn_ends_it() -> None:
