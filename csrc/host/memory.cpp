@@ -34,7 +34,7 @@ char* reserve_aligned(size_t bytes) {
 }
 
 struct Pool {
-  std::mutex mutex;
+  ForkMutex mutex;
   std::map<size_t, std::vector<void*>> free_blocks;
 };
 
@@ -170,7 +170,7 @@ int64_t last_level_cache_bytes() {
 void* pool_take(size_t bytes) {
   const size_t size = pool_size(bytes);
   {
-    std::lock_guard<std::mutex> lock(pool().mutex);
+    std::lock_guard<ForkMutex> lock(pool().mutex);
     auto& blocks = pool().free_blocks[size];
     if (!blocks.empty()) {
       void* data = blocks.back();
@@ -200,7 +200,7 @@ void pool_give(void* data, size_t bytes) {
   const size_t size = pool_size(bytes);
   const size_t keep = is_small(size) ? 32 : 4;
   {
-    std::lock_guard<std::mutex> lock(pool().mutex);
+    std::lock_guard<ForkMutex> lock(pool().mutex);
     auto& blocks = pool().free_blocks[size];
     if (blocks.size() < keep) {
       blocks.push_back(data);

@@ -15,7 +15,7 @@ from torch import nn
 import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.exchange.pull import choose_pull
+from oper.shmem.exchange.pull import PullCosts, choose_pull
 from oper.shmem.group import desync
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS
@@ -276,7 +276,8 @@ def test_a_child_forked_in_a_turn_ends_it() -> None:
 
 
 def test_concurrent_lookups_with_deduplicated_pull() -> None:
-    """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place."""
+    """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place. A
+    thread that chooses again waits for a lookup that uses them."""
     spec = _spec("sgd")
 
     def body(group: ThreadGroup) -> None:
@@ -290,7 +291,13 @@ def test_concurrent_lookups_with_deduplicated_pull() -> None:
                     ids = torch.arange(step, step + 500 + 100 * thread).remainder(ROWS)
                     out = tables.lookup(bags_of_one(ids))
                     assert torch.equal(out[:, 0], ids.float())
-            _at_once(3, look)
+            def choose(thread: int) -> None:
+                if thread < 3:
+                    return look(thread)
+                for step in range(200):
+                    choose_pull(tables, (True, False, PullCosts(0.5))[step % 3])
+
+            _at_once(4, choose)
         tables.barrier()
 
     run_ranks(2, body)
