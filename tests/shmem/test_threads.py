@@ -1,10 +1,13 @@
 """Threads of one process that use one rank's tables at the same time."""
 
 import gc
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,6 +242,16 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
     finally:
         done.set()
         thread.join()
+
+
+def test_a_child_finds_no_mutex_locked(tmp_path: Path) -> None:
+    source, program = Path(__file__).with_name("fork_mutex.cpp"), tmp_path / "program"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    subprocess.run([compiler, "-std=c++20", "-pthread", f"-I{source.parents[2] / 'csrc'}",
+                    str(source), "-o", str(program)], check=True)
+    subprocess.run([str(program)], check=True)
 
 
 def test_tables_are_dropped_while_a_thread_reads_their_barriers(
