@@ -36,7 +36,7 @@ char* reserve_aligned(size_t bytes) {
 using Blocks = std::map<size_t, std::vector<void*>>;  // by size
 
 struct Pool {
-  std::mutex mutex;
+  ForkMutex mutex;
   Blocks free_blocks;
   size_t free_bytes = 0;  // of `free_blocks`
   size_t used_bytes = 0;  // of blocks that were taken and not given back
@@ -199,7 +199,7 @@ void* pool_take(size_t bytes) {
   Pool& all = pool();
   Blocks surplus;
   {
-    const std::lock_guard<std::mutex> lock(all.mutex);
+    const std::lock_guard<ForkMutex> lock(all.mutex);
     auto& blocks = all.free_blocks[size];
     all.used_bytes += size;
     all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
@@ -218,7 +218,7 @@ void* pool_take(size_t bytes) {
     for (void* data : blocks) munmap(data, each);
   void* data = map_block(size);
   if (data == nullptr) {
-    const std::lock_guard<std::mutex> lock(all.mutex);
+    const std::lock_guard<ForkMutex> lock(all.mutex);
     all.used_bytes -= size;
     throw std::bad_alloc();
   }
@@ -232,7 +232,7 @@ void pool_give(void* data, size_t bytes) {
   const size_t keep = is_small(size) ? 32 : 4;
   Pool& all = pool();
   {
-    const std::lock_guard<std::mutex> lock(all.mutex);
+    const std::lock_guard<ForkMutex> lock(all.mutex);
     all.used_bytes -= size;
     auto& blocks = all.free_blocks[size];
     if (blocks.size() < keep) {

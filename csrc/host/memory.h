@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/fork_mutex.h"
+
 namespace oper::host {
 
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -71,10 +73,10 @@ class Spares {
   template <class... Arguments>
   auto borrow(const Arguments&... arguments) {
     const auto give_back = [this](Object* one) {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<ForkMutex> lock(mutex_);
       free_.push_back(one);
     };
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<ForkMutex> lock(mutex_);
     if (free_.empty()) free_.push_back(&all_.emplace_back(arguments...));
     Object* const one = free_.back();
     free_.pop_back();
@@ -82,12 +84,12 @@ class Spares {
   }
   template <class Body>
   void for_all(Body body) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<ForkMutex> lock(mutex_);
     for (Object& one : all_) body(one);
   }
 
  private:
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::deque<Object> all_;
   std::vector<Object*> free_;
 };

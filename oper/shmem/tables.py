@@ -24,6 +24,7 @@ from oper.shmem.batch import (
     raise_status,
     recorder,
     refuse_recording,
+    refuse_tangent,
     refuse_transforms,
     refuse_weight_gradient,
 )
@@ -251,6 +252,8 @@ class ShardedTables(TableUpdates):
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
             batch = self.bounds.repair(batch, self.device)
         try:
+            if batch.weights is not None:
+                refuse_tangent(batch.weights)
             if self.optimizers is not None and torch.is_grad_enabled():
                 # The first condition is the usual case, which needs no call.
                 trains = len(self.frozen) < len(self.specs) or self.is_trained()

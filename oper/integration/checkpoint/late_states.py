@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from oper.errors import InvalidInputError
+from oper.integration.checkpoint.on_demand import is_divided
 from oper.integration.table_tensor import TableTensor
 
 _Path = tuple[Any, ...]
@@ -76,7 +77,7 @@ def add_missing(state: dict[str, Any], metadata: Metadata, optimizer: Any) -> No
         number = str(path[2])
         if number.isdecimal() and int(number) < len(parameters):
             like: Any = parameters[int(number)]  # a DTensor, if it is divided among the ranks
-            if getattr(value, "shape", None) == like.shape and hasattr(like, "full_tensor"):
+            if getattr(value, "shape", None) == like.shape and is_divided(like):
                 value = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
         set_element(state, tuple(path), value)
 

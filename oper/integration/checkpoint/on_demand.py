@@ -137,6 +137,12 @@ class TableRows:
         return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
 
 
+def is_divided(value: Any) -> bool:
+    """Whether a value is a ``DTensor``, of which every rank holds a part."""
+    # Without the import of torch.distributed.tensor, which programs of one process do not need.
+    return hasattr(value, "full_tensor")
+
+
 def note_rank(value: Any, rank: int) -> None:
     """Note in a ``DTensor`` that it contains this rank's part; ``torch.save`` keeps the note."""
     value._local_tensor.oper_rank = rank

@@ -74,8 +74,9 @@ class Constraints:
         keep_apart: groups of tables; no rank holds rows of two tables of a group.
         memory_bytes: limit of the memory for tables and their buffers per rank: one number for all
             ranks, one number per rank, or None. For a memory domain the limits of its ranks add up.
-        reserve_bytes: memory left free for dense parameters and activations: one number for every
-            rank, or one per rank.
+        reserve_bytes: memory left free for dense parameters and activations and, on several GPUs,
+            for chains of gradients (docs/how-to/gpu.md#memory): one number for every rank, or one
+            per rank.
     """
 
     tables: Annotated[Mapping[str, TableConstraint], _TABLES] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError
 from oper.messages import number_bytes
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
+from oper.shmem.optim.arguments import rates_of
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
 from oper.shmem.replica_groups.changes import SynchronizedRows
@@ -206,21 +207,26 @@ class Synchronizer:
                 if tables.keys is not None:
                     tables.keys.leave(passed.batch, passed.frozen)
                 tables.step(passed, updates=False)
-            except Exception:
-                if not self._has_refused:
+            except BaseException as error:  # perhaps of a signal, after gradients were kept
+                self._drop_gradients()
+                if isinstance(error, Exception) and not self._has_refused:
                     self.refuse_update()
                 raise
             try:
                 add_up(tables, self._counterparts, self.groups.counterparts.rank, self.groups.bits,
                        partial(self._exchange_numbers, _GRADIENTS))
             except BaseException:
-                torch.ops.oper.lookup_forget(tables.handle)
-                tables.drop_in_family()
+                self._drop_gradients()
                 raise
             tables.step(passed.without_samples())
         finally:
             self._is_inside = False
         return True
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients kept for an update that this rank does not make. Not collective."""
+        torch.ops.oper.lookup_forget(self.tables.handle)
+        self.tables.drop_in_family()
 
     def exchange_keys(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Send a message about keys, int64 [n], to the counterparts and return theirs.
@@ -486,8 +492,7 @@ class Synchronizer:
                 differ between the counterparts.
         """
         tables = self.tables
-        settings = repr((sorted(tables.frozen), self._accumulates,
-                         [float(group["lr"]) for group in tables.param_groups]))
+        settings = repr((sorted(tables.frozen), self._accumulates, rates_of(tables.param_groups)))
         skipped = repr(sorted(tables._skipped.items()))
         checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
         if self._has_differed:
