@@ -36,8 +36,8 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                                 f"a NumPy array, int64 [{values.shape[0]}] in [0, {spec.num_rows})",
                                 "pass the ids of the rows as such an array")
     if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
-        values, counts = np.unique(ids, return_counts=True)
-        raise InvalidInputError(what, "repeated ids", values[counts > 1][:4].tolist(),
+        distinct, counts = np.unique(ids, return_counts=True)
+        raise InvalidInputError(what, "repeated ids", distinct[counts > 1][:4].tolist(),
                                 "distinct ids", "pass only the last row of each id")
     return stored_rows(what, layout, name, ids, values)
 
