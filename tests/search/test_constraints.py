@@ -111,6 +111,15 @@ def test_a_table_that_is_constrained_twice_is_refused(tmp_path):
         read_constraints(str(path))
 
 
+def test_constraints_may_hold_lists_and_sizes_as_text():
+    """As their JSON form."""
+    held = Constraints(keep_apart=[["a", "b"]], memory_bytes=["1kB", 2000], reserve_bytes="3B")
+    assert parse_constraints(held, ["a", "b"], 2) == Constraints(
+        keep_apart=(("a", "b"),), memory_bytes=(1000, 2000), reserve_bytes=3)
+    with pytest.raises(InvalidInputError, match=r"memory_bytes=\[5, 5\]|memory_bytes=\(5, 5\)"):
+        parse_constraints(Constraints(memory_bytes=[5, 5]), ["a"], 3)
+
+
 def test_reserve_and_cap_limit_the_memory_of_a_rank():
     specs, stats = tables_and_stats(12, 3)
     need = sum(s.num_rows * s.row_bytes for s in specs)
