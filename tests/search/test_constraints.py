@@ -170,6 +170,18 @@ def test_groups_respect_pins_or_are_infeasible():
             "keep_apart": [["t0", "t1", "t2"]]})
 
 
+def test_more_memory_with_which_groups_fit_is_named():
+    specs = [TableSpec("a", 1000, 8, optimizer="sgd"), TableSpec("b", 100, 8, optimizer="sgd")]
+    need, held = sum(s.num_bytes for s in specs), {"keep_apart": [["a", "b"]]}
+    with pytest.warns(UserWarning), pytest.raises(
+            PlanInfeasibleError, match=r"keep_apart.*or pass memory per domain times") as caught:
+        make_plan(specs, None, gpus(2, memory_bytes=0.7 * need), batch_size=64, constraints=held)
+    factor = float(str(caught.value).split("per domain times ")[1].split()[0])
+    with pytest.warns(UserWarning):
+        make_plan(specs, None, gpus(2, memory_bytes=0.7 * need * factor), batch_size=64,
+                  constraints=held)
+
+
 @pytest.mark.parametrize(("held", "words"), [
     (lambda need: {"reserve_bytes": int(80e9)}, "removing reserve_bytes, or more memory per"),
     (lambda need: {"reserve_bytes": int(90e9)}, r"than constraints reserve.*need_bytes=\d+,"),
