@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from oper.data import Folder
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, require
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA, place_of, present_and_previous
@@ -24,6 +23,7 @@ from oper.support.files import read_json, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks
+from oper.train.names import data_numbering
 
 _log = logging.getLogger(__name__)
 CHECKPOINT, CONFIG, STATE = "checkpoint", "config.json", "state.pt"
@@ -145,16 +145,10 @@ class Checkpoints:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
         samples = {"samples": dict(self._samples)} if self._samples else {}
-        return {"step": step, "numbering": self._numbering(), **samples,
+        return {"step": step, "numbering": data_numbering(self._config.data), **samples,
                 "global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle,
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
-
-    def _numbering(self) -> str:
-        """Return the identifier of the data's mapping from values to rows; "" if there is none."""
-        if not self._config.data:
-            return ""
-        return str(Folder.open(self._config.data, allow_raw=True).manifest.get("numbering", ""))
 
     def load(self) -> int:
         """Load the last checkpoint and return its step. Collective.
@@ -167,7 +161,7 @@ class Checkpoints:
         self._check_dynamic(self._config.out, what)
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
-        old, new = str(extra.get("numbering", "")), self._numbering()
+        old, new = str(extra.get("numbering", "")), data_numbering(self._config.data)
         if old and new and old != new:
             raise InvalidInputError(
                 what, "numbering of the rows in the checkpoint", old,
@@ -202,7 +196,7 @@ class Checkpoints:
         self._check_dynamic(out, f"cannot start from {str(folder)!r}")
         extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True,
                                 remap=self._config.remap or None)
-        old, new = str(extra.get("numbering", "")), self._numbering()
+        old, new = str(extra.get("numbering", "")), data_numbering(self._config.data)
         if old and new and (old == new) == bool(self._config.remap):
             todo = "leave remap out"
             if old != new:
