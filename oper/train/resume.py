@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, require
@@ -91,7 +92,8 @@ class Checkpoints:
 
         from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
 
-        self._engine, self._config, self._samples = engine, config, samples
+        self._engine, self._config = engine, config
+        self._samples = {**samples, "draws": _draws(config.seed)}
         self._folder = Path(config.out) / CHECKPOINT
         sharded = {name: m.fused_optimizer for name, m in engine.bare.named_modules()
                    if isinstance(m, ShardedEmbeddingBags | ShardedEmbeddings)}
@@ -144,8 +146,8 @@ class Checkpoints:
     def _extra(self, step: int) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
-        samples = {"samples": dict(self._samples)} if self._samples else {}
-        return {"step": step, "numbering": data_numbering(self._config.data), **samples,
+        return {"step": step, "numbering": data_numbering(self._config.data),
+                "samples": self._samples,
                 "global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle,
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
@@ -181,6 +183,9 @@ class Checkpoints:
                 f"{tuple(saved.values())} as in the saved run, for the same samples in every step",
                 "with another number of ranks, set batch_size so that batch_size * ranks stays the "
                 "same")
+        self._check_samples(extra, what, "draws",
+                            "use the release of NumPy with which the run was started, since this "
+                            "one orders the samples differently, or start over with --force")
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:
@@ -220,7 +225,8 @@ class Checkpoints:
         versions have none."""
         old, new = extra.get("samples", {}).get(key, ""), self._samples.get(key, "")
         if old and new and old != new:
-            name = "numbering of users and items" if key == "numbering" else key
+            name = {"numbering": "numbering of users and items",
+                    "draws": "numbers drawn from the seed"}.get(key, key)
             raise InvalidInputError(what, f"{name} in the checkpoint", old,
                                     f"{new}, as in this run", todo)
 
@@ -267,6 +273,12 @@ class Checkpoints:
             for group, options in zip(optimizer.param_groups, own, strict=True):
                 group.update(options)
         return step, saved
+
+
+def _draws(seed: int) -> str:
+    """Return numbers drawn from a seed: another release of NumPy may draw others, and so train the
+    samples in another order."""
+    return " ".join(map(str, np.random.default_rng(seed).permutation(8)))
 
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
