@@ -170,7 +170,8 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
         ["--valid", "2"], ["--valid", "1/2", "--test", "0.5"], ["--separator", "ab"],
         ["--cross", "a*b"], ["--sparse", "a:bins=x"], ["--filter", "a"], ["--threshold", "1"],
         ["--vocabulary", "v", "--min-count", "2"], ["--hash", "9", "--max-rows", "9"])),
-    ["preprocess", "criteo-kaggle", "d", "-o", "o", "--label", "y"],
+    *(["preprocess", "criteo-kaggle", "d", "-o", "o", *more] for more in (
+        ["--label", "y"], ["--layout", "none"], ["--test", "0.9"])),
     ["plan", "s", "-o", "p", "--topology", "h100-8", "--synchronize-every", "2",
      "--synchronize-delay", "3"],
     ["serve", "m", "--trace", "t", "--trace-s", "700"],

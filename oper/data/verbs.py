@@ -141,7 +141,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
             show_progress=sys.stderr.isatty())
     if args.dry_run:
         return _dry_run(args, options)
-    manifest = preprocess(_recipe(args), args.inputs, args.output, options)
+    manifest = preprocess(_recipe(args, options), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)
     if args.json:
@@ -163,7 +163,7 @@ def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
                                                    args.encoding))
         found: dict[str, Any] = {"columns": [{"name": n, **fact} for n, fact in facts.items()]}
     else:
-        found = dry_run(_recipe(args), args.inputs, options)
+        found = dry_run(_recipe(args, options), args.inputs, options)
     if args.json:
         print(json.dumps(found))
         return 0
@@ -203,7 +203,17 @@ def _rows_of(table: dict[str, Any]) -> str:
     return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
+def _recipe(args: argparse.Namespace, options: PreprocessOptions) -> Recipe:
+    """The recipe that the arguments name or describe; raises UsageError if flags contradict it."""
+    recipe = _named(args)
+    with checking_flags():
+        options.shares(recipe.valid, recipe.test)
+        if options.layout is not None:
+            recipe.layout(options.layout)
+    return recipe
+
+
+def _named(args: argparse.Namespace) -> Recipe:
     from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
     from oper.data.recipe import load_recipe
 
