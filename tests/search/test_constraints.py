@@ -116,6 +116,8 @@ def test_constraints_may_hold_lists_and_sizes_as_text():
     held = Constraints(keep_apart=[["a", "b"]], memory_bytes=["1kB", 2000], reserve_bytes="3B")
     assert parse_constraints(held, ["a", "b"], 2) == Constraints(
         keep_apart=(("a", "b"),), memory_bytes=(1000, 2000), reserve_bytes=3)
+    assert TableConstraint(placements=["owned"], ranks=[1]) == TableConstraint(
+        placements=frozenset({"owned"}), ranks=(1,))
     with pytest.raises(InvalidInputError, match=r"memory_bytes=\[5, 5\]|memory_bytes=\(5, 5\)"):
         parse_constraints(Constraints(memory_bytes=[5, 5]), ["a"], 3)
 

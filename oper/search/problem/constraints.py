@@ -63,6 +63,13 @@ class TableConstraint:
     pinned: tuple[Tier, ...] = ()
     unreplicated: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        for f in fields(self):  # lists are accepted, too
+            value = getattr(self, f.name)
+            if isinstance(value, list | set):
+                of_names = f.name in ("placements", "modes", "memories")
+                object.__setattr__(self, f.name, (frozenset if of_names else tuple)(value))
+
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
