@@ -41,7 +41,14 @@ class PlanError(OperError, ValueError):
 
 class PlanInfeasibleError(PlanError):
     """No plan fits the topology's memory; the message states required and available bytes per rank
-    and the smallest change that makes a plan feasible."""
+    and the smallest change that makes a plan feasible.
+
+    Attributes:
+        more_memory: how many times as much memory suffices, and the words for this in the message;
+            None if that is unknown.
+    """
+
+    more_memory: tuple[float, str] | None = None
 
 
 class MissingDependencyError(OperError, ImportError):

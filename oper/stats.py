@@ -16,7 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, differing_names, require
 from oper.ranges import Positive, Share, rules_of
-from oper.support.counts import count_levels, hotness_order as hotness_order
+from oper.support.counts import hotness_order as hotness_order, merge_counts
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -219,10 +219,18 @@ class TableStats:
         once += int(self.tail_num_rows[self.tail_values == 1].sum())
         return once / max(1, self.num_accesses)
 
+    def count_levels(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return access counts and the numbers of rows with each, int64 [K]: of the head, then of
+        all other rows, each descending. Rows outside the head may have more accesses than rows in
+        it."""
+        head, rows = np.unique(self.head_counts, return_counts=True)
+        return (np.concatenate([head[::-1], self.tail_values[::-1]]),
+                np.concatenate([rows[::-1], self.tail_num_rows[::-1]]))
+
     def count_histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct access counts (int64 [K], descending) and the number of rows with
         each (int64 [K])."""
-        values, rows = count_levels(self.head_counts, self.tail_values, self.tail_num_rows)
+        values, rows = self.count_levels()
         unique, inverse = np.unique(values, return_inverse=True)
         merged = np.bincount(inverse, rows, minlength=unique.size).astype(np.int64)
         return unique[::-1].copy(), merged[::-1].copy()
@@ -331,8 +339,7 @@ class TableStats:
             raise InvalidInputError(what, "is_exact", (self.is_exact, other.is_exact),
                                     "exact parts",
                                     "use oper.analysis.merge_stats, which also merges sketches")
-        ids, counts = _add_counts(
-            [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
+        ids, counts = merge_counts([(x.head_ids, x.head_counts) for x in (self, other)])
         dynamic = [t for t in (self, other) if t.default_share is not None]
         share = sum(t.num_accesses * (t.default_share or 0.0) for t in dynamic) / max(
             1, sum(t.num_accesses for t in dynamic)) if dynamic else None
@@ -344,22 +351,14 @@ class TableStats:
             tuple[TimeBucket, ...]]:
         """Merge the bag lengths, presence and time buckets of two parts; returns the arguments
         `lengths`, `presence` and `buckets` of `from_counts`."""
-        lengths = _add_counts(
-            [self.length_values, other.length_values], [self.length_counts, other.length_counts])
+        lengths = merge_counts([(x.length_values, x.length_counts) for x in (self, other)])
         labels = dict.fromkeys(b.label for part in (self, other) for b in part.buckets)
         buckets = []
         for label in labels:
-            parts = [b for part in (self, other) for b in part.buckets if b.label == label]
-            buckets.append(TimeBucket(
-                label, *_add_counts([b.ids for b in parts], [b.counts for b in parts])))
+            parts = [(b.ids, b.counts) for part in (self, other) for b in part.buckets
+                     if b.label == label]
+            buckets.append(TimeBucket(label, *merge_counts(parts)))
         return lengths, _merge_presence(self, other), tuple(buckets)
-
-
-def _add_counts(keys: list[np.ndarray], counts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    unique, inverse = np.unique(np.concatenate(keys), return_inverse=True)
-    total = np.zeros(unique.size, np.int64)
-    np.add.at(total, inverse, np.concatenate(counts))
-    return unique, total
 
 
 def _merge_presence(

@@ -12,7 +12,7 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
-from oper.errors import InvalidInputError
+from oper.errors import UsageError
 from oper.support.files import check_target
 from oper.support.flags import Parser
 
@@ -80,17 +80,17 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Run one benchmark; returns 1 if a case fails or its results are wrong, otherwise 0. Raises
-    InvalidInputError if no case matches ``--only``."""
+    UsageError if no case matches ``--only``."""
     record.settle_flags(args)
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     every = module.cases(**{flag: getattr(args, flag)
                             for flag in inspect.signature(module.cases).parameters})
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.only or "*")]
     if not chosen:
-        raise InvalidInputError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
-                                f"a pattern for {', '.join(c.name for c in every[:12])}"
-                                + f" or {len(every) - 12} more" * (len(every) > 12),
-                                "change the pattern, or leave --only out to run all cases")
+        raise UsageError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
+                         f"a pattern for {', '.join(c.name for c in every[:12])}"
+                         + f" or {len(every) - 12} more" * (len(every) > 12),
+                         "change the pattern, or leave --only out to run all cases")
     known = record.resumed(args.resume, args.record, args.benchmark)
     if hasattr(module, "check_resumed"):
         module.check_resumed(known, chosen)

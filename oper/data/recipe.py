@@ -134,6 +134,11 @@ class LayoutOptions:
     filter: tuple[Text, ...] = ()
 
     @property
+    def counts_lines(self) -> bool:
+        """Whether lines have no users, who are then the numbers of the lines."""
+        return self.format == "bags" and self.first != "user"
+
+    @property
     def options(self) -> dict[str, Any]:
         """The properties by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(LayoutOptions)}

@@ -9,10 +9,19 @@ import sys
 from dataclasses import asdict, astuple, fields
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, UsageError, require
+from oper.errors import InvalidInputError, UsageError
 from oper.rows.capacity import DynamicRows
 from oper.support.files import check_target
-from oper.support.flags import KEY_RULES, add_key_rules, name_values, names, number, whole
+from oper.support.flags import (
+    KEY_RULES,
+    add_key_rules,
+    checking_flags,
+    name_values,
+    names,
+    number,
+    text_for,
+    whole,
+)
 from oper.support.text import aligned
 
 if TYPE_CHECKING:
@@ -105,8 +114,14 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--filter", action="append", metavar="C", default=[],
                      help="keep only rows that meet a condition, e.g. 'country == de'; may be "
                           "repeated: rows must meet all")
-    own.add_argument("--separator", default=",", metavar="C",
+    own.add_argument("--separator", type=text_for(_separator), default=",", metavar="C",
                      help=r"field separator of CSV files (default ,); TAB is '\t'")
+
+
+def _size(text: str) -> None:
+    from oper.topology import parse_bytes
+
+    parse_bytes(text)
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
@@ -116,16 +131,17 @@ def run_preprocess(args: argparse.Namespace) -> int:
         raise UsageError("cannot preprocess", "-o, --dry-run", (args.output, args.dry_run),
                          "one of them", "name a folder to write, or make a dry run")
 
-    options = PreprocessOptions(
-        min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
-        max_rows=args.max_rows, hash_rows=args.hash_rows,
-        vocabulary=args.vocabulary, raw_ids=args.raw_ids, layout=args.layout, force=args.force,
-        num_workers=args.workers, num_ray_workers=args.ray or 0,
-        compression=args.compression, check_disk=not args.no_disk_check,
-        show_progress=sys.stderr.isatty())
+    with checking_flags():
+        options = PreprocessOptions(
+            min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
+            max_rows=args.max_rows, hash_rows=args.hash_rows,
+            vocabulary=args.vocabulary, raw_ids=args.raw_ids, layout=args.layout, force=args.force,
+            num_workers=args.workers, num_ray_workers=args.ray or 0,
+            compression=args.compression, check_disk=not args.no_disk_check,
+            show_progress=sys.stderr.isatty())
     if args.dry_run:
         return _dry_run(args, options)
-    manifest = preprocess(_recipe(args), args.inputs, args.output, options)
+    manifest = preprocess(_recipe(args, options), args.inputs, args.output, options)
     for line in manifest["bad_rows"]["first"]:
         print(f"left out: {line}", file=sys.stderr)
     if args.json:
@@ -147,7 +163,7 @@ def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
                                                    args.encoding))
         found: dict[str, Any] = {"columns": [{"name": n, **fact} for n, fact in facts.items()]}
     else:
-        found = dry_run(_recipe(args), args.inputs, options)
+        found = dry_run(_recipe(args, options), args.inputs, options)
     if args.json:
         print(json.dumps(found))
         return 0
@@ -187,7 +203,17 @@ def _rows_of(table: dict[str, Any]) -> str:
     return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
+def _recipe(args: argparse.Namespace, options: PreprocessOptions) -> Recipe:
+    """The recipe that the arguments name or describe; raises UsageError if flags contradict it."""
+    recipe = _named(args)
+    with checking_flags():
+        options.shares(recipe.valid, recipe.test)
+        if options.layout is not None:
+            recipe.layout(options.layout)
+    return recipe
+
+
+def _named(args: argparse.Namespace) -> Recipe:
     from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
     from oper.data.recipe import load_recipe
 
@@ -195,11 +221,16 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     if args.recipe not in GENERIC:
         given = [f"--{n.replace('_', '-')}" for n, value in own.items()
                  if value not in (None, [], getattr(Choice(()), n))]
-        require("cannot preprocess", f"leave them out: recipe {args.recipe!r} names its columns",
-                ("options", given, not given, f"only with {' or '.join(GENERIC)}"))
+        if given:
+            raise UsageError("cannot preprocess", "options", given,
+                             f"only with {' or '.join(GENERIC)}",
+                             f"leave them out: recipe {args.recipe!r} names its columns")
         return load_recipe(args.recipe)
+    with checking_flags():  # the recipe has the values of flags only
+        recipe = generic_recipe(args.recipe,
+                                Choice(**{**own, "separator": _separator(args.separator)}))
     check_generic_inputs(args.recipe, args.inputs)
-    return generic_recipe(args.recipe, Choice(**{**own, "separator": _separator(args.separator)}))
+    return recipe
 
 
 def _separator(text: str) -> str:
@@ -259,7 +290,8 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times over all days get no row (default: "
                              "that of DIR)")
-    parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
+    parser.add_argument("--max-rows", type=whole(2), metavar="N",
+                        help="at most N rows per table, at least as many as in DIR")
     parser.add_argument("--reorder", action="store_true",
                         help="renumber all rows in frequency order, and write each row's new "
                              "number (NEW/remap) for 'oper train' and oper.load_checkpoint")
@@ -347,10 +379,10 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                         help="with --counts: known numbers of distinct values")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
-    parser.add_argument("--memory", default="2GiB", metavar="SIZE",
+    parser.add_argument("--memory", type=text_for(_size), default="2GiB", metavar="SIZE",
                         help="memory for dense counters; tables beyond it are counted by "
                              "sorting, more slowly (default 2GiB)")
-    parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
+    parser.add_argument("--table-memory", type=text_for(_size), default="256MiB", metavar="SIZE",
                         help="memory for each such table's counts, and for the keys of each column "
                              "of raw ids; beyond it, counts of heavy hitters have a bounded error "
                              "and the tail is estimated (default 256MiB)")
@@ -379,7 +411,9 @@ def run_analyze(args: argparse.Namespace) -> int:
     if args.update_samples is not None and not has_times:
         raise UsageError("cannot analyze", "--update-samples", args.update_samples,
                          "no value without --half-life or --time-to-live", "leave it out")
-    return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
+    with checking_flags():
+        dynamic = args.capacity and DynamicRows(args.capacity, **rule)
+    return _save(_stats(args), args, dynamic)
 
 
 def _save(stats: AccessStats, args: argparse.Namespace, dynamic: DynamicRows | None = None) -> int:
@@ -418,10 +452,11 @@ def _stats(args: argparse.Namespace) -> AccessStats:
     if args.more and not args.merge:
         raise UsageError("cannot analyze", "arguments", args.more, "one folder or file",
                          "pass --merge to merge statistics files")
-    for name in ("grown", "remap"):
-        if getattr(args, name) and not args.merge:
-            raise UsageError("cannot analyze", f"--{name}", getattr(args, name),
-                             "only together with --merge", "leave it out, or add --merge")
+    for kind, of_kind in (("merge", ("grown", "remap")), ("counts", ("samples", "cut", "rows"))):
+        for name in of_kind:
+            if getattr(args, name) and not getattr(args, kind):
+                raise UsageError("cannot analyze", f"--{name}", getattr(args, name),
+                                 f"only together with --{kind}", f"leave it out, or add --{kind}")
     if args.merge:
         files = [args.folder, *args.more]
         twice = sorted({f for f in files if files.count(f) > 1})

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,9 +30,8 @@ from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.search.replay.timeline import Schedule, Timeline, run
 from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
-from oper.support.counts import count_levels
 from oper.support.files import check_target
-from oper.support.flags import number, whole
+from oper.support.flags import checking_flags, number, whole
 from oper.support.text import aligned
 from oper.tables import TableSpec, format_bytes
 
@@ -39,7 +39,7 @@ from oper.tables import TableSpec, format_bytes
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
-    parser.add_argument("--split", default="train", metavar="NAME",
+    parser.add_argument("--split", default="train", choices=("train", "valid", "test"),
                         help="split of that folder (default train)")
     parser.add_argument("--stats", metavar="STATS",
                         help="statistics for the predicted figures (default: of the folder's "
@@ -79,7 +79,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     verbs.check_order(args.plan, plan, problem, stats)
     if args.message_bits is not None:
         bits = MessageBits.from_text(args.message_bits)
-        bits.check_for(t.table for t in plan.tables)
+        with checking_flags():
+            bits.check_for(t.table for t in plan.tables)
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     wire = WireReplay(
@@ -155,12 +156,12 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return the names of the clipped tables; raises InvalidInputError if a table is unknown."""
+    """Return the names of the clipped tables; raises UsageError if a table is unknown."""
     known = [t.table.name for t in plan.tables]
     unknown = [n for n in names if n not in known and n != "*"]
     if unknown:
-        raise InvalidInputError("cannot replay the batches", "--clipped", unknown[:8],
-                                f"some of {known[:8]}, or '*'", "name tables of the plan")
+        raise UsageError("cannot replay the batches", "--clipped", unknown[:8],
+                         f"some of {known[:8]}, or '*'", "name tables of the plan")
     return known if "*" in names else list(names)
 
 
@@ -245,7 +246,7 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 def _model(name: str, stats: TableStats) -> TableModel:
     """A model of a table's lookups with the counted frequencies; rows that were never looked up are
     never drawn."""
-    counts, rows = count_levels(stats.head_counts, stats.tail_values, stats.tail_num_rows)
+    counts, rows = stats.count_levels()
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
     return TableModel(name, Popularity.of(rows, weights, sort=False), bag_lengths(stats), 0.0,
                       stats.head_ids)
@@ -271,7 +272,8 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
             "name": expected.name, "predicted_us": expected.time_us,
             "replayed_us": float(np.mean([p.time_us for p in real])),
             "slowest_replayed_us": float(np.max([p.time_us for p in real])),
-            "binding": real[0].binding,
+            "binding": ", ".join(  # the most frequent one first
+                name for name, _ in Counter(p.binding for p in real).most_common()),
             "predicted_bytes": {t: float(expected.units[n].sum()) for n, t in enumerate(TERMS)
                                 if t != "compute"},
             "replayed_bytes": {t: float(units[n].sum()) for n, t in enumerate(TERMS)

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from oper.errors import InvalidInputError, UsageError, fail, require
 from oper.messages import EXACT, MessageBits
-from oper.plan import Plan
+from oper.plan import Plan, check_synchronization
 from oper.rows.capacity import DynamicRows, stats_of_rows
 from oper.search.plan_flags import (
     DEFAULT_BATCH,
@@ -32,7 +32,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import check_target, read_json
-from oper.support.flags import KEY_RULES, name_values, text_for, whole
+from oper.support.flags import KEY_RULES, checking_flags, name_values, text_for, whole
 from oper.tables import CODE_BITS, KEY_EVICTIONS, TableSpec, format_bytes
 from oper.topology import Topology
 
@@ -59,6 +59,10 @@ def run_plan(args: argparse.Namespace) -> int:
                          "no value without --latency-bound",
                          "add --latency-bound and --request-rate, or state dense compute that "
                          "hides a phase with --overlap")
+    if args.synchronize_every is not None:
+        with checking_flags():
+            check_synchronization("cannot plan replica groups", 2, args.synchronize_every,
+                                  args.synchronize_delay, args.synchronize_bits)
     check_target(args.output)
     stats = AccessStats.load(args.stats)
     # Stored in the plan, so that other commands adapt their statistics in the same way.
@@ -67,15 +71,15 @@ def run_plan(args: argparse.Namespace) -> int:
     stats = as_planned(stats, notes)
     if has_bound:
         return _plan_latency(args, stats, notes)
-    topology = _machine(args)
+    topology, tables = _machine(args), _tables(args, stats)
+    message_bits = _message_bits(args, tables)
 
     def problem_on(machine: Topology) -> Problem:
         problem = make_problem(
-            _tables(args, stats), stats, machine, objective=args.objective,
+            tables, stats, machine, objective=args.objective,
             batch_size=args.batch_size, allow=allowed(args.allow),
             constraints=None if args.constraints is None else read_constraints(args.constraints))
-        return replace(with_overlap(problem, parse_argument(args.overlap)),
-                       message_bits=_message_bits(args))
+        return replace(_overlapping(problem, args), message_bits=message_bits)
 
     def plan_on(machine: Topology, share: float = 1.0) -> Plan:
         seconds = None if args.time_budget is None else args.time_budget * share
@@ -113,12 +117,27 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _machine(args: argparse.Namespace) -> Topology:
     """The topology of ``oper plan``; warns if other commands would take its name for another."""
-    topology = topology_preset(args.topology, args.world_size)
+    topology = _topology(args.topology, args.world_size)
     if args.topology not in (THIS_HOST, topology.name) and is_preset(topology.name):
         warnings.warn(fail(f"the machine in {args.topology!r} has the name of a preset", "name",
                            topology.name, "another name, since commands that read the plan use the "
                            "preset", "rename it, or pass --topology to them as well"), stacklevel=2)
     return topology
+
+
+def _topology(name: str, world_size: int | None) -> Topology:
+    """`topology_preset`, but another number of ranks than the topology's is a usage error."""
+    topology = topology_preset(name, world_size if name == THIS_HOST else None)
+    if world_size not in (None, topology.world_size):
+        raise UsageError(f"topology {name!r} has a fixed number of ranks", "--world-size",
+                         world_size, f"{topology.world_size}", "leave it out")
+    return topology
+
+
+def _overlapping(problem: Problem, args: argparse.Namespace) -> Problem:
+    """The problem with the overlap of ``--overlap``."""
+    with checking_flags():
+        return with_overlap(problem, parse_argument(args.overlap))
 
 
 def _check_latency_options(args: argparse.Namespace) -> None:
@@ -145,11 +164,12 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats, notes: dict[str,
         raise UsageError("cannot plan for a latency bound", "--dense-us", args.dense_us,
                          "two numbers separated by a comma",
                          "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
+    with checking_flags():
+        goal = LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample))
     constraints = None if args.constraints is None else read_constraints(args.constraints)
-    plan, serving = plan_latency(
-        _tables(args, stats), stats, _machine(args),
-        LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
-        _message_bits(args))
+    tables = _tables(args, stats)
+    plan, serving = plan_latency(tables, stats, _machine(args), goal, constraints,
+                                 _message_bits(args, tables))
     plan = replace(plan, notes=plan.notes | notes)
     plan.save(args.output)
     if args.json:
@@ -314,7 +334,7 @@ def machine_of(plan: Plan, name: str, world_size: int | None) -> Topology:
     """
     if name == THIS_HOST and world_size is None:
         world_size = plan.world_size
-    topology = topology_preset(name, world_size)
+    topology = _topology(name, world_size)
     if topology.world_size == plan.world_size:
         return topology
     return topology.divided(plan.replica_groups)
@@ -338,8 +358,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                          "add --batch-size N")
     try:
         topology = machine_of(plan, args.topology, args.world_size)
-    except InvalidInputError:
-        if is_named or args.topology == THIS_HOST:
+    except InvalidInputError as error:
+        if is_named or args.topology == THIS_HOST or isinstance(error, UsageError):
             raise
         raise UsageError(f"cannot evaluate {args.plan!r}", "topology", plan.topology,
                          "a preset's name in the plan, or --topology",
@@ -352,8 +372,9 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         plan, (t.spec.name for t in problem.free_tables))
     problem = replace(problem, allow=allow, fallback=problem.fallback - allow,
                       message_bits=plan.message_bits)
-    overlap = parse_argument(getattr(args, "overlap", []))  # `oper simulate` has no such option
-    return plan, with_overlap(problem, overlap or plan.notes.get("overlap_us"))
+    if getattr(args, "overlap", []):  # `oper simulate` has no such option
+        return plan, _overlapping(problem, args)
+    return plan, with_overlap(problem, plan.notes.get("overlap_us"))
 
 
 def as_planned(stats: AccessStats, notes: Mapping[str, Any]) -> AccessStats:
@@ -361,8 +382,7 @@ def as_planned(stats: AccessStats, notes: Mapping[str, Any]) -> AccessStats:
     dynamic, shared = notes.get(_DYNAMIC) or {}, notes.get(_SHARED)
     try:
         samples = max((int(of["samples_per_update"]) for of in dynamic.values()), default=0)
-        tables = {name: DynamicRows(**{k: v for k, v in of.items() if k != "samples_per_update"})
-                  for name, of in dynamic.items()}
+        tables = _dynamic_rows(dynamic)
     except InvalidInputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -379,6 +399,12 @@ def as_planned(stats: AccessStats, notes: Mapping[str, Any]) -> AccessStats:
                                 "samples per bag by feature",
                                 "pass a plan file that 'oper plan' wrote")
     return replace(stats, samples_per_bag=shared)
+
+
+def _dynamic_rows(notes: Mapping[str, Any]) -> dict[str, DynamicRows]:
+    """The dynamic tables in a plan's notes."""
+    return {name: DynamicRows(**{k: v for k, v in of.items() if k != "samples_per_update"})
+            for name, of in notes.items()}
 
 
 def _shared(args: argparse.Namespace, stats: AccessStats) -> dict[str, float]:
@@ -421,13 +447,22 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str
                          f"are {list(stats.tables)[:8]}", "write, for example, C3=4000000;C9=1000")
     settings = {"admit_after": args.admit_after or 1, "eviction": args.eviction or KEY_EVICTIONS[0],
                 "half_life": args.half_life, "time_to_live": args.time_to_live,
-                "samples_per_update": args.batch_size * topology_preset(
+                "samples_per_update": args.batch_size * _topology(
                     args.topology, args.world_size).world_size}
-    return {name: {"num_rows": number, **settings} for name, number in rows.items()}
+    found = {name: {"num_rows": number, **settings} for name, number in rows.items()}
+    with checking_flags():
+        _dynamic_rows(found)
+    return found
 
 
-def _message_bits(args: argparse.Namespace) -> MessageBits:
-    return EXACT if args.message_bits is None else MessageBits.from_text(args.message_bits)
+def _message_bits(args: argparse.Namespace, tables: Sequence[TableSpec]) -> MessageBits:
+    """The bits of ``--message-bits``, checked for the tables."""
+    if args.message_bits is None:
+        return EXACT
+    bits = MessageBits.from_text(args.message_bits)
+    with checking_flags():
+        bits.check_for(tables)
+    return bits
 
 
 def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:

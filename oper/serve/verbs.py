@@ -57,7 +57,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", default="",
                         help="file to which the server writes a timeline of requests, batches and "
                              "publications on SIGUSR1, for ui.perfetto.dev")
-    parser.add_argument("--trace-s", type=number(above=True), metavar="S",
+    parser.add_argument("--trace-s", type=number(above=True, most=600), metavar="S",
                         help="length of the timeline in seconds (default 5)")
     parser.add_argument("--watch", action="store_true", help="publish newer weights of the "
                         "folder as they appear; only the changed rows if the run saves deltas "

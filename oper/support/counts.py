@@ -41,16 +41,3 @@ def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
     # Ids ascend already: a stable sort by count suffices; for 16-bit keys NumPy uses a radix sort.
     below = counts.max() - counts
     return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")
-
-
-def count_levels(head_counts: np.ndarray, tail_values: np.ndarray, tail_num_rows: np.ndarray
-                 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return access counts and the numbers of rows with each, int64 [K]: of the head, then of all
-    other rows, each descending. Rows outside the head may have more accesses than rows in it.
-
-    Args:
-        head_counts, tail_values, tail_num_rows: fields of `oper.stats.TableStats`.
-    """
-    head, rows = np.unique(head_counts, return_counts=True)
-    return (np.concatenate([head[::-1], tail_values[::-1]]),
-            np.concatenate([rows[::-1], tail_num_rows[::-1]]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from oper.errors import OperError
+from oper.errors import InvalidInputError, OperError, UsageError
 
 _MOST = 2**63 - 1  # maximum int64
 
@@ -56,16 +57,21 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """Return a type for ``add_argument``: finite numbers >= `least`, or > `least` if `above`."""
+def number(least: float = 0.0, above: bool = False, most: float = math.inf
+           ) -> Callable[[str], float]:
+    """Return a type for ``add_argument``: finite numbers >= `least`, or > `least` if `above`, and
+    <= `most`."""
     limits = "finite number" if least == -math.inf else f"number {'>' if above else '>='} {least:g}"
+    if most < math.inf:
+        limits += f" and <= {most:g}"
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (least < value if above else least <= value) or math.isinf(value):
+        if not (least < value if above else least <= value) or not value <= most or (
+                math.isinf(value)):
             raise argparse.ArgumentTypeError(f"{text!r}, expected a {limits}")
         return value
 
@@ -101,6 +107,15 @@ def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+@contextlib.contextmanager
+def checking_flags() -> Iterator[None]:
+    """Raise InvalidInputErrors of the block, which are about values of flags, as UsageErrors."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise UsageError(str(error)) from None
 
 
 def names(text: str) -> list[str]:

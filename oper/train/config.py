@@ -336,7 +336,7 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
     Raises:
         FileFormatError: the file is not TOML.
         InvalidInputError: a key is unknown, or a value has the wrong type or is out of range; a
-            UsageError if it is from a flag.
+            UsageError if it is from a flag, or missing and there is no file.
         FileNotFoundError: the file does not exist.
     """
     values: dict[str, Any] = {}
@@ -345,22 +345,34 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
         for name in PATHS:
             if isinstance(values.get(name), str) and values[name]:
                 values[name] = str(Path(path).parent / values[name])
-    for key, value in (flags or {}).items():
-        *sections, name = key.split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise _bad(key, value, "a key inside a section")
-        place[name] = value
     try:
+        for key, value in (flags or {}).items():
+            *sections, name = key.split(".")
+            place = values
+            for section in sections:
+                place = place.setdefault(section, {})
+                if not isinstance(place, dict):
+                    raise _bad(key, value, "a key inside a section")
+            place[name] = value
         return _READER.build(TrainConfig, _with_model(values))
-    except _KeyError as error:
-        # An error may be in a part of a flag's list, or in a section that a flag has made.
-        if any(f"{flag}.".startswith(f"{key}.") or key.startswith(f"{flag}[")
-               for key in error.keys for flag in flags or ()):
+    except InvalidInputError as error:
+        if path is None or (flags and _is_of_flags(error, flags, path)):
             raise UsageError(str(error)) from None
         raise
+
+
+def _is_of_flags(error: InvalidInputError, flags: Mapping[str, Any], path: str | os.PathLike[str]
+                 ) -> bool:
+    """Whether an error in the values of a file and of flags, which override it, is of the flags."""
+    if isinstance(error, _KeyError):
+        # An error may be in a part of a flag's list, or in a section that a flag has made.
+        return any(f"{flag}.".startswith(f"{key}.") or key.startswith(f"{flag}[")
+                   for key in error.keys for flag in flags)
+    try:  # classes of other packages, such as that of a recommender, name no keys
+        load_config(path)
+    except InvalidInputError as without:
+        return str(without) != str(error)
+    return True
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:

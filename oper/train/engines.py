@@ -128,7 +128,7 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
 
     o = config.optimizer
     arguments: dict[str, Any] = {
-        "stats": model_stats(config.stats) if config.stats else None,
+        "stats": model_stats(config.stats, config.data) if config.stats else None,
         "plan": model_plan(config.plan) if config.plan else None,
         "topology": config.topology or None, "batch_size": config.batch_size,
         "dynamic": config.dynamic.rule(config.seed) if config.dynamic.is_on else None,

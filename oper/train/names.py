@@ -1,4 +1,5 @@
-"""Conversion of column names to table names, which torch restricts more."""
+"""Names of tables in a model, which torch restricts more than names of columns, and statistics and
+plans whose tables have them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from oper.data import Folder
+from oper.errors import require
 from oper.plan import Plan
 from oper.stats import AccessStats
 
@@ -29,9 +32,33 @@ def table_name(column: str) -> str:
     return name
 
 
-def model_stats(path: str | os.PathLike[str]) -> AccessStats:
-    """Load access statistics and name tables as in a model; raises as `AccessStats.load`."""
-    stats = AccessStats.load(path)
+def data_numbering(data: str) -> str:
+    """Return the identifier of a preprocessed folder's mapping from values to rows; "" if it is
+    unknown, or `data` is empty."""
+    if not data:
+        return ""
+    return str(Folder.open(data, allow_raw=True).manifest.get("numbering", ""))
+
+
+def model_stats(path: str | os.PathLike[str], data: str = "") -> AccessStats:
+    """Load access statistics and name tables as in a model.
+
+    Args:
+        path: file of the statistics.
+        data: the preprocessed folder that the model is trained on, if any.
+
+    Raises:
+        The errors of `AccessStats.load`.
+        InvalidInputError: rows of the statistics are known to stand for other values than in
+            `data`.
+    """
+    stats, own = AccessStats.load(path), data_numbering(data)
+    require(f"cannot use the statistics {os.fspath(path)!r}",
+            "count the data itself by oper analyze, or after 'oper vocabulary extend --reorder' "
+            "renumber them by oper analyze --merge --remap", (
+                "numbering of their rows", stats.numbering,
+                not (own and stats.numbering) or own == stats.numbering,
+                f"{own}, the numbering of {data!r}"))
     return replace(stats, tables={table_name(n): t for n, t in stats.tables.items()})
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from oper.data import Folder
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, require
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA, place_of, present_and_previous
@@ -24,6 +24,7 @@ from oper.support.files import read_json, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks
+from oper.train.names import data_numbering
 
 _log = logging.getLogger(__name__)
 CHECKPOINT, CONFIG, STATE = "checkpoint", "config.json", "state.pt"
@@ -91,7 +92,8 @@ class Checkpoints:
 
         from oper.integration.torchrec_modules import ShardedEmbeddingBags, ShardedEmbeddings
 
-        self._engine, self._config, self._samples = engine, config, samples
+        self._engine, self._config = engine, config
+        self._samples = {**samples, "draws": _draws(config.seed)}
         self._folder = Path(config.out) / CHECKPOINT
         sharded = {name: m.fused_optimizer for name, m in engine.bare.named_modules()
                    if isinstance(m, ShardedEmbeddingBags | ShardedEmbeddings)}
@@ -144,17 +146,11 @@ class Checkpoints:
     def _extra(self, step: int) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save([o.state_dict() for o in self._engine.optimizers], data)
-        samples = {"samples": dict(self._samples)} if self._samples else {}
-        return {"step": step, "numbering": self._numbering(), **samples,
+        return {"step": step, "numbering": data_numbering(self._config.data),
+                "samples": self._samples,
                 "global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle,
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
-
-    def _numbering(self) -> str:
-        """Return the identifier of the data's mapping from values to rows; "" if there is none."""
-        if not self._config.data:
-            return ""
-        return str(Folder.open(self._config.data, allow_raw=True).manifest.get("numbering", ""))
 
     def load(self) -> int:
         """Load the last checkpoint and return its step. Collective.
@@ -167,7 +163,7 @@ class Checkpoints:
         self._check_dynamic(self._config.out, what)
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
-        old, new = str(extra.get("numbering", "")), self._numbering()
+        old, new = str(extra.get("numbering", "")), data_numbering(self._config.data)
         if old and new and old != new:
             raise InvalidInputError(
                 what, "numbering of the rows in the checkpoint", old,
@@ -187,6 +183,9 @@ class Checkpoints:
                 f"{tuple(saved.values())} as in the saved run, for the same samples in every step",
                 "with another number of ranks, set batch_size so that batch_size * ranks stays the "
                 "same")
+        self._check_samples(extra, what, "draws",
+                            "use the release of NumPy with which the run was started, since this "
+                            "one orders the samples differently, or start over with --force")
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:
@@ -202,7 +201,7 @@ class Checkpoints:
         self._check_dynamic(out, f"cannot start from {str(folder)!r}")
         extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True,
                                 remap=self._config.remap or None)
-        old, new = str(extra.get("numbering", "")), self._numbering()
+        old, new = str(extra.get("numbering", "")), data_numbering(self._config.data)
         if old and new and (old == new) == bool(self._config.remap):
             todo = "leave remap out"
             if old != new:
@@ -226,7 +225,8 @@ class Checkpoints:
         versions have none."""
         old, new = extra.get("samples", {}).get(key, ""), self._samples.get(key, "")
         if old and new and old != new:
-            name = "numbering of users and items" if key == "numbering" else key
+            name = {"numbering": "numbering of users and items",
+                    "draws": "numbers drawn from the seed"}.get(key, key)
             raise InvalidInputError(what, f"{name} in the checkpoint", old,
                                     f"{new}, as in this run", todo)
 
@@ -273,6 +273,12 @@ class Checkpoints:
             for group, options in zip(optimizer.param_groups, own, strict=True):
                 group.update(options)
         return step, saved
+
+
+def _draws(seed: int) -> str:
+    """Return numbers drawn from a seed: another release of NumPy may draw others, and so train the
+    samples in another order."""
+    return " ".join(map(str, np.random.default_rng(seed).permutation(8)))
 
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -294,17 +294,17 @@ def test_allowed_malformed_rows_are_no_error(tmp_path: Path) -> None:
     assert manifest["bad_rows"]["count"] == 300 and sum(manifest["rows"].values()) == 50_000
 
 
-@pytest.mark.parametrize(("words", "todo"), [
-    (["--separator", ","], r"--separator '\t'"), (["--separator", "tabulator"], r"'\t'")])
-def test_a_wrong_separator(tmp_path: Path, words: list[str], todo: str) -> None:
+def test_a_wrong_separator(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("user\titem\n1\t2\n3\t4\n")
     command = ["preprocess", "csv", str(tmp_path / "log.tsv"), "--sparse", "user,item", "-o",
                str(tmp_path / "out")]
-    done = run_here(*command, *words)
-    assert done.returncode == 1 and todo in done.stderr and done.stderr.count("\n") == 1
-    if words[1] == ",":
-        for right in (r"\t", "tab"):
-            assert run_here(*command, "--separator", right, "--force").returncode == 0
+    done = run_here(*command, "--separator", ",")
+    assert done.returncode == 1 and r"--separator '\t'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = run_here(*command, "--separator", "tabulator")
+    assert done.returncode == 2 and r"'\t'" in done.stderr
+    for right in (r"\t", "tab"):
+        assert run_here(*command, "--separator", right, "--force").returncode == 0
 
 
 def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_every_user_in_order_of_time(events: Path, tmp_path: Path, limits: dict[
                                      at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", at_once)
     manifest = write_sequences(events, tmp_path / "out", "user", columns=["item", "kind"], **limits)
+    assert manifest["split"]["order"] == "by user"
     assert manifest["columns"]["sparse"] == ["user", "item", "kind"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     for split in ("train", "valid"):

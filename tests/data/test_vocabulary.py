@@ -133,6 +133,8 @@ def test_new_rows_follow_the_old_ones(days: Days, tmp_path: Path) -> None:
     limit = max(t["num_rows"] for t in more["tables"].values()) - 2
     capped = extend(tmp_path / "v1", [tmp_path / "d2"], tmp_path / "v3", 1, limit)
     assert max(t["num_rows"] for t in capped["tables"].values()) == limit
+    with pytest.raises(InvalidInputError, match="max_rows=5, expected >= "):
+        extend(tmp_path / "v1", [tmp_path / "d2"], tmp_path / "v4", max_rows=5)
 
 
 def test_a_missing_field_that_comes_later(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Pages of statistics, benchmarks and plans; what-if; simulation."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ from oper.report.run_page import load_metrics, run_page
 from oper.report.simulation import folder_batches
 from oper.report.stats_page import stats_page
 from oper.search import evaluate, make_plan, make_problem
+from oper.search.cost.evaluation import Phase
 from oper.search.explain.what_if import changed_problem, parse_change
 from oper.search.planner import plan_problem
 from oper.search.problem.machine import make_machine
@@ -563,13 +565,20 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     assert half["rows"]["cross host"] * 2 == sent["rows"]["cross host"]
     assert half["row_ids"] == sent["row_ids"] and "squares" not in half  # no column pieces
     assert half["gradient_rows"] == sent["gradient_rows"]
-    assert cli.main(["simulate", *map(str, words), "--clipped", "nobody"]) == 1
+    assert cli.main(["simulate", *map(str, words), "--clipped", "nobody"]) == 2
     assert value == simulated(capsys, *words, "--seed", 5)
     assert value != simulated(capsys, *words, "--seed", 6)
     capsys.readouterr()
     assert cli.main(["simulate", *map(str, words)]) == 0
     out = capsys.readouterr().out
     assert "timeline" in out and "cross host" in out and "forward" in out
+
+
+def test_phases_name_the_limits_of_all_steps(made: Path, monkeypatch, capsys) -> None:
+    limits = itertools.cycle(["local", "link_in", "link_in"])
+    monkeypatch.setattr(Phase, "binding", property(lambda _: next(limits)))
+    value = simulated(capsys, made / "two.json", "--stats", made / "stats.npz", "--steps", 3)
+    assert {p["binding"] for p in value["phases"]} == {"link_in, local"}
 
 
 def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> None:
@@ -579,7 +588,6 @@ def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> Non
     assert cli.main(["simulate", plan]) == 2
     assert "--trace DIR or --stats FILE" in capsys.readouterr().err
     for words, text in (
-            ([plan, "--trace", str(made / "data"), "--split", "what"], "split"),
             ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
             ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
             ([plan, "--stats", str(tmp_path / "none"), "--trace-out", str(tmp_path)],

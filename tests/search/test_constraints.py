@@ -111,6 +111,17 @@ def test_a_table_that_is_constrained_twice_is_refused(tmp_path):
         read_constraints(str(path))
 
 
+def test_constraints_may_hold_lists_and_sizes_as_text():
+    """As their JSON form."""
+    held = Constraints(keep_apart=[["a", "b"]], memory_bytes=["1kB", 2000], reserve_bytes="3B")
+    assert parse_constraints(held, ["a", "b"], 2) == Constraints(
+        keep_apart=(("a", "b"),), memory_bytes=(1000, 2000), reserve_bytes=3)
+    assert TableConstraint(placements=["owned"], ranks=[1]) == TableConstraint(
+        placements=frozenset({"owned"}), ranks=(1,))
+    with pytest.raises(InvalidInputError, match=r"memory_bytes=\[5, 5\]|memory_bytes=\(5, 5\)"):
+        parse_constraints(Constraints(memory_bytes=[5, 5]), ["a"], 3)
+
+
 def test_reserve_and_cap_limit_the_memory_of_a_rank():
     specs, stats = tables_and_stats(12, 3)
     need = sum(s.num_rows * s.row_bytes for s in specs)
@@ -159,6 +170,18 @@ def test_groups_respect_pins_or_are_infeasible():
     with pytest.raises(PlanInfeasibleError, match="keep_apart"):
         make_plan(specs, stats, gpus(2), batch_size=128, constraints={
             "keep_apart": [["t0", "t1", "t2"]]})
+
+
+def test_more_memory_with_which_groups_fit_is_named():
+    specs = [TableSpec("a", 1000, 8, optimizer="sgd"), TableSpec("b", 100, 8, optimizer="sgd")]
+    need, held = sum(s.num_bytes for s in specs), {"keep_apart": [["a", "b"]]}
+    with pytest.warns(UserWarning), pytest.raises(
+            PlanInfeasibleError, match=r"keep_apart.*or pass memory per domain times") as caught:
+        make_plan(specs, None, gpus(2, memory_bytes=0.7 * need), batch_size=64, constraints=held)
+    factor = float(str(caught.value).split("per domain times ")[1].split()[0])
+    with pytest.warns(UserWarning):
+        make_plan(specs, None, gpus(2, memory_bytes=0.7 * need * factor), batch_size=64,
+                  constraints=held)
 
 
 @pytest.mark.parametrize(("held", "words"), [

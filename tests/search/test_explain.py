@@ -163,7 +163,7 @@ def test_verb_plan_json_presets_and_files(stats_file, printed, tmp_path):
 
 @pytest.mark.parametrize(("words", "error", "match"), [
     (["--topology", "abacus-8"], InvalidInputError, "abacus-8"),
-    (["--topology", "h100-8", "--world-size", "4"], InvalidInputError, "world_size"),
+    (["--topology", "h100-8", "--world-size", "4"], UsageError, "--world-size=4, expected 8"),
     (["--topology", "this-host", "--dtype", "int8"], UsageError, "--objective inference"),
     (["--topology", "this-host", "--dim", "10000000000"], PlanInfeasibleError, "largest table"),
 ])

@@ -126,6 +126,16 @@ def test_errors_in_files_are_not_usage_errors(tmp_path: Path) -> None:
     assert not isinstance(found.value, UsageError)
 
 
+def test_errors_of_sections_are_of_the_file_or_of_flags(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('data = "d"\n[dynamic]\nrows = 9\neviction = "old"\n')
+    with pytest.raises(InvalidInputError, match="eviction='old'") as found:
+        load_config(path, {"batch_size": "8"})
+    assert not isinstance(found.value, UsageError)
+    with pytest.raises(UsageError, match="eviction='new'"):
+        load_config(path, {"dynamic.eviction": "new"})
+
+
 def test_a_number_that_python_does_not_print(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'data = "d"\nseed = 0x{"f" * 6000}\n')

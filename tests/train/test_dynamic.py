@@ -347,7 +347,7 @@ def test_refused_data(raw: Prepared, prepared: Prepared, tmp_path: Path) -> None
 
 def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
     """For example, a column has strings on one day and numbers on another."""
-    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
+    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1, "stats": ""}
     train_on(raw, tmp_path / "run", **flags)
     shutil.copytree(raw.folder, tmp_path / "data")
     path = tmp_path / "data" / "manifest.json"

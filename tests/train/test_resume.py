@@ -16,7 +16,7 @@ from tqdm import tqdm
 from oper.cli import main
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.locks import LOCK
-from oper.train import tasks
+from oper.train import resume, tasks
 from oper.train.config import load_config
 from oper.train.engines import Engine
 from oper.train.loop import train
@@ -254,7 +254,8 @@ def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(prepared:
             train_on(prepared, out, resume=True, max_steps=6, **flags, **{"optimizer.dense": dense})
 
 
-def test_a_resumed_run_continues_with_its_own_data_only(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_its_own_data_only(
+        prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other data with the same vocabulary have other samples in the remaining steps."""
     flags: dict[str, Any] = {"checkpoint_every": 1, "batch_size": 64}
     train_on(prepared, tmp_path / "run", max_steps=1, **flags)
@@ -265,6 +266,9 @@ def test_a_resumed_run_continues_with_its_own_data_only(prepared: Prepared, tmp_
     with pytest.raises(InvalidInputError, match=r"data in the checkpoint=.*start a run on other"):
         train_on(prepared, tmp_path / "run", resume=True, **other)
     assert train_on(prepared, tmp_path / "next", start=str(tmp_path / "run"), **other)["steps"] == 2
+    monkeypatch.setattr(resume, "_draws", lambda _: "0 1")  # those of another release of NumPy
+    with pytest.raises(InvalidInputError, match=r"drawn from the seed in the checkpoint.*NumPy"):
+        train_on(prepared, tmp_path / "run", resume=True, max_steps=2, **flags)
 
 
 @pytest.mark.parametrize("flag", ["", "--force"])

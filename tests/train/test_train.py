@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from oper.plan import uniform_plan
 from oper.rl_rec.data.catalogue import Catalogue, synthetic_interactions
 from oper.rl_rec.registry import WORKLOADS
 from oper.shmem.settings import deadline_s
+from oper.stats import AccessStats
 from oper.support.processes import free_port
 from oper.train import loop
 from oper.train.config import TrainConfig, load_config
@@ -45,6 +47,19 @@ def config(prepared: Prepared, out: Path, **flags: Any) -> TrainConfig:
 
 def train_on(prepared: Prepared, out: Path, resume: bool = False, **flags: Any) -> dict[str, Any]:
     return train(config(prepared, out, **flags), show_progress=False, resume=resume)
+
+
+def test_statistics_of_another_numbering_are_refused(prepared: Prepared, tmp_path: Path) -> None:
+    """Their hottest rows would stand for other values."""
+    stats = AccessStats.load(prepared.stats)
+    for numbering in ("another", ""):
+        replace(stats, numbering=numbering).save(tmp_path / "stats")
+        flags = {"stats": str(tmp_path / "stats"), "max_steps": 1}
+        if numbering:
+            with pytest.raises(InvalidInputError, match="numbering of their rows='another'"):
+                train_on(prepared, tmp_path / "run", **flags)
+        else:
+            train_on(prepared, tmp_path / "run", **flags)
 
 
 def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from oper.errors import InvalidInputError, require
 from oper.stats import TableStats
-from oper.support.counts import count_levels
 from oper.support.numeric import falling_root
 
 _EXPLICIT = 512      # the hottest ranks of a power law, each of which is its own level
@@ -117,7 +116,7 @@ def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
 
 def from_stats(table: TableStats) -> Popularity:
     """Return the measured popularity; untouched rows share the Good-Turing unseen mass."""
-    values, rows = count_levels(table.head_counts, table.tail_values, table.tail_num_rows)
+    values, rows = table.count_levels()
     weight = values.astype(np.float64)
     if values.size and values[-1] == 0 and 0 < table.unseen_mass < 1:
         unseen = table.unseen_mass

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated
 
+from oper.data.recipe import parse_share
 from oper.errors import require, require_fields
 from oper.ranges import Count, Positive, Rule, one_of, rules_of
 
 Rows = Annotated[int, Rule(lambda x: x >= 2, ">= 2, row 0 and another one")]
+
 
 @dataclass(frozen=True, slots=True)
 class PreprocessOptions:
@@ -68,6 +70,22 @@ class PreprocessOptions:
         """Bytes of an id in the output."""
         return 8 if self.raw_ids else 4
 
+    def shares(self, valid: Fraction, test: Fraction) -> tuple[Fraction, Fraction]:
+        """Return the shares of the validation and the test part. `valid` and `test`: those of the
+        recipe.
+
+        Raises:
+            InvalidInputError: an option is not a valid share, or the sum of both is not below 1.
+        """
+        what = "cannot split the log"
+        if self.valid is not None:
+            valid = parse_share(self.valid, what, "valid")
+        if self.test is not None:
+            test = parse_share(self.test, what, "test")
+        require(what, "lower the shares",
+                ("valid + test", str(valid + test), valid + test < 1, "below 1"))
+        return valid, test
+
     def __post_init__(self) -> None:
         what = "cannot preprocess"
         require_fields(
@@ -75,6 +93,7 @@ class PreprocessOptions:
             ("hash_rows", self.hash_rows is None
              or (self.max_rows is None and self.hash_rows <= 2**31 - 1),
              "below 2^31 and without max_rows"))
+        self.shares(Fraction(0), Fraction(0))
         own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
                                   if (v := getattr(self, n))}
         require(what, "leave them out: the finished vocabulary determines them",

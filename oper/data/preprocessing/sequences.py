@@ -189,7 +189,7 @@ def _manifest(made: _Sequences, rows: dict[str, int], options: PreprocessOptions
         "problems": [f"no user has a sequence in the {split} part" for split in SPLITS
                      if made.folder.rows[split] and not rows[split]],
         # A sequence spans time buckets.
-        "split": {**old["split"], "buckets": 1},
+        "split": {**old["split"], "buckets": 1, "order": f"by {made.by}"},
         "columns": {**old["columns"], "sparse": kept, "multi_hot": list(made.columns)},
         "tables": {n: old["tables"][n] for n in kept},
         "ids_in_hotness_order": False,  # each user occurs once, and some events are left out

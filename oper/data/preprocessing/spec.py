@@ -14,7 +14,7 @@ from oper.data.preprocessing.workfolder import work_folder
 from oper.data.reading import store
 from oper.data.reading.lines import Unit
 from oper.data.reading.readers import companions
-from oper.data.recipe import Recipe, parse_share
+from oper.data.recipe import Recipe
 from oper.data.vocabulary.finished import FinishedVocabulary
 from oper.errors import require
 
@@ -61,19 +61,9 @@ class JobSpec:
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
-        """Shares of the log that become the validation and the test part.
-
-        Raises:
-            InvalidInputError: an option is not a valid share, or the sum of both is not below 1.
-        """
-        found = []
-        for name in ("valid", "test"):
-            value = getattr(self.options, name)
-            found.append(getattr(self.recipe, name) if value is None else parse_share(
-                value, "cannot split the log", name))
-        require("cannot split the log", "lower the shares",
-                ("valid + test", str(sum(found)), sum(found) < 1, "below 1"))
-        return found[0], found[1]
+        """Shares of the log that become the validation and the test part; raises as
+        `PreprocessOptions.shares`."""
+        return self.options.shares(self.recipe.valid, self.recipe.test)
 
     @property
     def min_count(self) -> int:

@@ -103,11 +103,15 @@ def without_missing(column: Column, array: Any) -> Any:
     if not column.missing:
         return array
     array = _typed(array)
+    stored = array.type
+    if pa.types.is_float16(stored):  # Arrow does not compare these
+        array = array.cast(pa.float32())
     kind = array.type
     if any(is_kind(kind) for is_kind in _TEXTS):
         known = _bytes(column.missing).cast(kind)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        known = pa.array([x for text in column.missing for x in _number_of(text, kind)], kind)
+        known = pa.array([x for text in column.missing for x in _number_of(text, kind)], kind
+                         ).cast(stored).cast(kind)
     else:
         return array
     return pc.if_else(pc.is_in(array, known), pa.scalar(None, kind), array)

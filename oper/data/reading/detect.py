@@ -10,7 +10,7 @@ from oper.data.reading.lines import Unit, expand_inputs, first_line, is_empty, u
 from oper.data.reading.readers import is_arrays, is_companion, is_parquet, open_parquet
 from oper.data.reading.text import split_line
 from oper.data.recipe import Layout, Recipe
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, require
 
 _UNIT_ROWS = 1 << 20  # approximate rows of a unit of a Parquet file
 
@@ -38,17 +38,25 @@ def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_byt
 
     Raises:
         FileFormatError: a file has none of the recipe's layouts.
-        InvalidInputError: a file fits several layouts, or `asked` does not exist.
+        InvalidInputError: a file fits several layouts, `asked` does not exist, or the lines of
+            several files number the users.
     """
     units: list[Unit] = []
+    numbering: list[str] = []  # files whose lines number the users
     for path in paths:
         layout = recipe.layout(asked) if asked else choose_layout(recipe, path)
+        if layout.counts_lines and "user" in recipe.names("sparse"):
+            numbering.append(path)
         if layout.format == "parquet":
             units += _parquet_units(path, layout)
         elif layout.format == "npy":
             units.append(Unit(path, layout.name))
         else:
             units += units_of_text(path, layout, unit_bytes, num_threads)
+    require("cannot read the log", "join the files, or begin every line with its user's number "
+            "(first = \"user\" in a recipe)",
+            ("files whose lines number the users", numbering[:8], len(numbering) <= 1,
+             "one, since users of several files would get the same numbers"))
     return units
 
 

@@ -194,8 +194,7 @@ def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int =
     with `num_threads` threads (`oper.data.reading.cuts`).
     """
     size = store.size(path)
-    counts_lines = layout.format == "bags" and layout.first != "user"
-    if layout.quote or counts_lines or size <= unit_bytes:
+    if layout.quote or layout.counts_lines or size <= unit_bytes:
         return [Unit(path, layout.name)]
     kind, end = _kind_of(path), None
     if kind != "plain":

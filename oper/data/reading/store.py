@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -25,6 +26,8 @@ from oper.support.files import is_url as is_url
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
 _BUFFER_BYTES = 1 << 23  # read buffer of a remote file: latency costs more than a few megabytes
 _GCS_RETRY_S = 30
+# Names that fsspec's file systems give the time at which a file was written.
+_TIMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "created")
 
 
 def filesystem(url: str) -> tuple[Any, str, str]:
@@ -48,13 +51,37 @@ def filesystem(url: str) -> tuple[Any, str, str]:
             if "nrecognized filesystem" not in str(error):
                 raise
             other, path = fsspec.core.url_to_fs(plain)
-            found = fs.PyFileSystem(fs.FSSpecHandler(other))
+            found = fs.PyFileSystem(_with_times(other))
     except (pa.ArrowException, ImportError, OSError, ValueError) as error:
         raise InvalidInputError("cannot open a store", "URL", plain,
                                 "one that pyarrow or an installed fsspec library can open "
                                 f"({str(error)[:200]})", "correct it, or install the library"
                                 ) from None
     return found, path, mark + query
+
+
+def _with_times(files: Any) -> Any:
+    """Return a pyarrow handler of an fsspec file system. That of pyarrow itself takes times only
+    from ``mtime``, which few file systems have, and files would be replaced without notice."""
+    from pyarrow import fs
+
+    class Handler(fs.FSSpecHandler):  # type: ignore[misc]
+        @staticmethod
+        def _create_file_info(path: str, info: dict[str, Any]) -> Any:
+            return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": _time_of(info)})
+
+    return Handler(files)
+
+
+def _time_of(info: dict[str, Any]) -> datetime | None:
+    """Return the time of modification in what fsspec knows about a file; None = unknown."""
+    found = next((info[name] for name in _TIMES if info.get(name)), None)
+    with contextlib.suppress(ValueError, OverflowError):
+        if isinstance(found, str):
+            return datetime.fromisoformat(found)
+        if isinstance(found, int | float):  # rounded to microseconds
+            return datetime.fromtimestamp(found, UTC)
+    return found if isinstance(found, datetime) else None
 
 
 @contextlib.contextmanager

@@ -194,8 +194,9 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
         reorder: put all rows into frequency order; needs memory for the counts of a column's rows.
 
     Raises:
-        InvalidInputError: a column is hashed, a folder was preprocessed with another vocabulary or
-            is named twice, `output` exists, or its disk is full.
+        InvalidInputError: a column is hashed or has more than `max_rows` rows, a folder was
+            preprocessed with another vocabulary or is named twice, `output` exists, or its disk is
+            full.
         FileFormatError: a folder or vocabulary is damaged.
     """
     what = "cannot extend a vocabulary"
@@ -290,7 +291,10 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
         for values, _, counts in _parts(file, path):
             merger.add(values, counts)
     facts, (least, max_rows) = before.facts, limits
-    most_new = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
+    require(f"cannot extend the vocabulary of {name!r}", "pass a larger number, or none",
+            ("max_rows", max_rows, max_rows is None or max_rows >= facts.num_rows,
+             f">= {facts.num_rows}, the rows that it has and keeps"))
+    most_new = None if max_rows is None else max_rows - facts.num_rows + 1
     added = build(new, merger, num_missing, least, most_new)
     more = added.facts
     merger.close()

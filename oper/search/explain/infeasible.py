@@ -38,10 +38,10 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     factor = 1.0 + bound.overflow + _rounding(problem, relaxation.rows.uses_host)
     # More, if rows do not pack: the relaxation divides them in any proportion, even in tables that
     # may only be owned whole, and ignores groups.
-    return _error(problem, need, f"{_blamed(problem)}{_host_memory(problem)}"
-                                 f"{_more(problem, memory, factor)} or more, or accordingly less "
-                                 "need per rank: more ranks, a smaller dim or dtype, or an "
-                                 "optimizer with less state")
+    more = factor, f"{_more(problem, memory, factor)} or more"
+    return _error(problem, need, more, f"{_blamed(problem)}{_host_memory(problem)}{more[1]}, or "
+                                       "accordingly less need per rank: more ranks, a smaller dim "
+                                       "or dtype, or an optimizer with less state")
 
 
 def _rounding(problem: Problem, uses_host: bool) -> float:
@@ -85,13 +85,17 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
     """The error for a problem whose relaxation fits, but whose best plan overflows the memory."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
-    ways = [_more(problem, "memory per domain", factor)]
+    uses_host = "host" in problem.allow and bool(problem.topology.host_memory_bytes)
+    more = _more(problem, "memory per domain" + " and per host" * uses_host, factor)
+    if problem.constraints.keep_together or problem.constraints.keep_apart:  # the plan ignores them
+        more += " or more"
+    ways = [more]
     if any("striped" not in problem.placements_of(t.spec.name) and t.spec.num_rows > 1
            for t in problem.tables):
         ways.insert(0, "striped placement for the tables that may only be owned whole")
     if pins:
         ways.insert(0, f"no constraints on some rows of tables {pins[:4]}")
-    return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
+    return _error(problem, evaluation.domain_bytes, (factor, more), ", or ".join(ways))
 
 
 def _more(problem: Problem, memory: str, factor: float) -> str:
@@ -107,7 +111,8 @@ def _more(problem: Problem, memory: str, factor: float) -> str:
     return f"{memory} times {factor:.3f}"
 
 
-def _error(problem: Problem, need: np.ndarray, change: str) -> PlanInfeasibleError:
+def _error(problem: Problem, need: np.ndarray, more: tuple[float, str], change: str
+           ) -> PlanInfeasibleError:
     capacity = problem.machine.capacity_bytes
     domains = problem.topology.domains
     num_bytes = {t.spec.name: t.spec.bytes_for(problem.training) for t in problem.tables}
@@ -122,9 +127,11 @@ def _error(problem: Problem, need: np.ndarray, change: str) -> PlanInfeasibleErr
             f"{format_bytes(sum(num_bytes.values()))}, largest table {largest!r} with "
             f"{format_bytes(num_bytes[largest])}; "
             f"smallest sufficient change: {change}")
-    return PlanInfeasibleError(what, "need_bytes", int(need.sum()),
-                               f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
-                               "and each domain within its own", _TODO)
+    error = PlanInfeasibleError(what, "need_bytes", int(need.sum()),
+                                f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
+                                "and each domain within its own", _TODO)
+    error.more_memory = more
+    return error
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ as ``"2GB"``::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -62,6 +62,13 @@ class TableConstraint:
     memories: frozenset[str] | None = None
     pinned: tuple[Tier, ...] = ()
     unreplicated: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # lists are accepted, too
+            value = getattr(self, f.name)
+            if isinstance(value, list | set):
+                of_names = f.name in ("placements", "modes", "memories")
+                object.__setattr__(self, f.name, (frozenset if of_names else tuple)(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +132,9 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     """
     if value is None:
         return Constraints()
-    if not isinstance(value, Constraints):
-        value = _from_mapping(value)
+    if isinstance(value, Constraints):  # its fields may have lists, or sizes as text
+        value = {f.name: x for f in fields(value) if (x := getattr(value, f.name)) is not None}
+    value = _from_mapping(value)
     known = list(names)
     for name, held in value.tables.items():
         _check_table(name, held, known, world_size)

@@ -45,7 +45,6 @@ from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
 from oper.search.problem.space import EXECUTABLE, check_allow, executed_space, used_by
 from oper.stats import AccessStats, TableStats, table_stats_for
-from oper.support.counts import count_levels
 from oper.support.numeric import falling_root
 from oper.tables import CODE_BITS, TableSpec, check_unique
 from oper.topology import Topology
@@ -459,7 +458,7 @@ def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.
     """
     counts, rows = stats.count_histogram()
     if not in_order and (stats.tail_values.max(initial=0) > stats.head_counts).any():
-        counts, rows = count_levels(stats.head_counts, stats.tail_values, stats.tail_num_rows)
+        counts, rows = stats.count_levels()
     total = float(stats.num_accesses)
     coldest = float(counts[counts > 0].min())
     unseen = float(rows[counts == 0].sum())

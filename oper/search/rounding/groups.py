@@ -41,11 +41,17 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
     if not group_violations(plan, held):
         return plan, proof
     best: Plan | None = None
+    wanted: list[tuple[float, str]] = []  # more memory, with which assignments would fit
     for tables in _assignments(problem):
         try:
-            found, _ = make(replace(problem, constraints=replace(held, tables=tables)))
-        except (PlanInfeasibleError, InvalidInputError):
-            continue  # too little memory on these ranks, or no placement is allowed on them
+            # Without the groups, which the ranks of the tables satisfy.
+            found, _ = make(replace(problem, constraints=replace(
+                held, tables=tables, keep_together=(), keep_apart=())))
+        except PlanInfeasibleError as error:
+            wanted += [error.more_memory] if error.more_memory else []
+            continue
+        except InvalidInputError:
+            continue  # no placement is allowed on these ranks
         if not group_violations(found, held) and (best is None or found.step_us < best.step_us):
             best = found
     if best is None:
@@ -53,7 +59,8 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
             f"no plan fits {problem.topology.name!r} and keeps its groups of tables",
             "groups that the plan without them violates", group_violations(plan, held),
             "none, on ranks with enough memory for each group",
-            "remove a table from keep_together or keep_apart, or pin fewer tables")
+            "remove a table from keep_together or keep_apart, or pin fewer tables"
+            + (f"; or pass {min(wanted)[1]}" if wanted else ""))
     return replace(best, notes=plan.notes), proof  # notes are about the bound
 
 
