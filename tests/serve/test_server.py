@@ -120,7 +120,16 @@ def test_a_user_is_named_once(client: Client) -> None:
                           {"b": np.array([5]), "a": (np.array([1, 2, 3]), [3])})
     assert scores.tolist() == [1000 + 6 + 10 + 3 * 6, 2000 + 6 + 10, 6 + 10 + 3]
     with pytest.raises(InvalidInputError, match="shape of lengths"):
-        client.score(dense, {}, {"a": np.array([1, 2])} | {"b": (np.array([1, 2, 3]), [1, 1, 1])})
+        client.score(dense, {}, {"a": np.array([1]), "b": (np.array([1, 2, 3]), [1, 1, 1])})
+    assert client.score(dense[:0], {"c": np.zeros(0, np.int64)}, {"b": np.array([5])}).size == 0
+
+
+@pytest.mark.parametrize("given", [
+    {"a": np.array([1, 2, 3]), "b": np.array([1])},
+    {"a": (np.array([1, 2, 3]), [1, 1]), "b": (np.array([4]), [1, 1])}])
+def test_surplus_ids_of_a_feature_are_not_those_of_another(client: Client, given: Any) -> None:
+    with pytest.raises(InvalidInputError, match="number of ids of 'a'=3, expected 2"):
+        client.score(np.zeros((2, 2)), given)
 
 
 def test_requests_are_sent_immediately_and_their_workers_are_remembered(
