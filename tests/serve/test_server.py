@@ -165,7 +165,7 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
     empty = Request(np.zeros((0, 2), np.float32), np.zeros((3, 0), np.int32), np.zeros(0, np.int64))
     for batch in (request, empty):
         status, answer = labelled("mine", batch)
-        assert (status, answer["id"]) == (200, "mine")
+        assert (status, answer["id"], answer["parameters"]) == (200, "mine", {"epoch": 1})
     status, answer = labelled(None, request)
     assert status == 200 and "id" not in answer
     assert labelled(7, request)[0] == 400
@@ -410,6 +410,16 @@ def test_bad_arguments_of_clients_are_refused(name: str, value: Any) -> None:
 def test_a_model_without_publish_raises_an_error(server: Server) -> None:
     with pytest.raises(InvalidInputError, match="publish"):
         server.publish()
+
+
+def test_a_server_before_its_start_publishes_and_counts_nothing() -> None:
+    model: Any = Sums()
+    model.opener = model.close = lambda: None
+    model.prepare = lambda weights: pytest.fail("weights were published")
+    server = Server(model)
+    for use in (server.publish, lambda: server.counts):
+        with pytest.raises(InvalidInputError, match=r"state='not started', .*call start\(\)"):
+            use()
 
 
 def cpu_s(pid: int) -> float:
