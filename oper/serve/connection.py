@@ -21,7 +21,9 @@ from oper.serve.app import App, Exchange
 from oper.serve.requests import ServerError
 
 log = logging.getLogger("oper.serve")
-_READ_BYTES = 256 << 10
+_READ_BYTES = 256 << 10  # read at once of an announced body
+# Read at once otherwise: all requests in it are answered before other connections are served.
+_SHORT_READ_BYTES = 16 << 10
 _MAX_HEAD = 64 << 10  # bytes
 _FRAMING = 8  # maximum encoded size relative to max_bytes; a one-byte chunk takes six bytes
 _PATIENCE = 4  # larger bodies, relative to max_bytes, are refused before they are read
@@ -124,7 +126,9 @@ class Connection:
             if events & selectors.EVENT_WRITE:
                 self._send(b"")
             if events & selectors.EVENT_READ:
-                self._receive(self._socket.recv(_READ_BYTES))
+                self._receive(self._socket.recv(self._read_bytes()))
+                if self._in_body and not self._ends:  # most likely the rest has arrived, too
+                    self._receive(self._socket.recv(self._read_bytes()))
         except BlockingIOError:
             pass
         except OSError:  # the client has gone
@@ -133,6 +137,11 @@ class Connection:
             log.exception("a connection failed")
             self.abort()
         self._watch()
+
+    def _read_bytes(self) -> int:
+        """Return the number of bytes to read next."""
+        left = self._announced - self._request.size if self._in_body else 0
+        return max(_SHORT_READ_BYTES, min(left, _READ_BYTES))
 
     def _watch(self) -> None:
         """Close the connection if its last answer has been sent; otherwise wait until the socket

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import selectors
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import pytest
 from oper.errors import InvalidInputError
 from oper.serve import Client, ServeOptions, Server, metrics, tracing, wire
 from oper.serve.client import ServerError, _Connection
+from oper.serve.connection import Connection
 from oper.serve.signals import Signals
 from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, expected, random_request, value_of
@@ -164,6 +167,21 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
     found = talk(server, data)
     assert found.startswith(begins), found
     assert b"connection: close\r\n" in found
+
+
+def test_many_requests_at_once_let_other_connections_have_their_turn() -> None:
+    """A worker answers a part of them before it looks at its other sockets."""
+    found: list[Any] = []
+    app: Any = SimpleNamespace(handle=found.append, options=ServeOptions())
+    with (socket.create_server(("127.0.0.1", 0)) as listener,
+          socket.create_connection(listener.getsockname()) as client,
+          selectors.DefaultSelector() as selector):
+        one = Connection(listener.accept()[0], app, selector, found.remove)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 5000)
+        assert selector.select(60)
+        one.on_ready(selectors.EVENT_READ)
+        assert 0 < len(found) < 1000 and not selector.get_map()  # waits until some are answered
+        one._socket.close()
 
 
 def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: Client) -> None:
