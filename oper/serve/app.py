@@ -32,7 +32,7 @@ class Exchange:
 
     Attributes:
         send: sends the answer, after the answers to earlier requests of the connection.
-        since: time at which its first byte arrived, as `time.monotonic` returns it.
+        since: time at which its first byte was read, as `time.monotonic` returns it.
         method, path, headers: the request; header names are in lower case.
         size: size of the body in bytes.
         body: the body; empty if it is larger than `ServeOptions.max_bytes`.

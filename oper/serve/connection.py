@@ -41,7 +41,7 @@ class Connection:
         closed: called with the connection once it is closed.
 
     Attributes:
-        since: time at which the current request's first byte arrived, or at which the connection
+        since: time at which the current request's first byte was read, or at which the connection
             became idle.
         is_extra: whether its requests are refused while there are too many connections.
     """
