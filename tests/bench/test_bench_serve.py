@@ -216,6 +216,19 @@ def test_torchrec_keeps_one_copy_of_its_rows() -> None:
                                    shipped.predict(SMALL.query(0))[0], atol=1e-6)
 
 
+def test_all_contenders_score_in_inference_mode() -> None:
+    """Its operators take less time than those under `torch.no_grad`."""
+    modes: list[bool] = []
+
+    def logits(dense: torch.Tensor, _: Any) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return dense[:, 0]
+
+    model: Any = logits
+    TorchPredictor(model, SMALL.signature, ("eager",)).predict(SMALL.query(0))
+    assert modes == [True]
+
+
 class _Answering:
     """Stands in for a worker process: a thread that answers each query by a message, or exits at
     the first query."""
