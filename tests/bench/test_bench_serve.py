@@ -187,6 +187,9 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
         assert all(v["passed"] for v in verdicts.values()), verdicts
         memory = pools["oper"].memory(1)
         assert memory["tables_pss_bytes_of_publisher"] > 0
+        assert memory["total_pss_bytes"] == sum(
+            sum(x) if isinstance(x, list) else x for k, x in memory.items() if k[:5] != "total")
+        assert "own_pss_bytes_of_publisher" in memory
         for pool in pools.values():
             pool.configure(1, 1, 6, "eager")
             assert pool.run(1, loadgen.Settings("Server", 50, 0.3, min_queries=8,
