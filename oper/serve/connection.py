@@ -68,6 +68,7 @@ class Connection:
         self._request = Exchange(self._flush)
         self._url, self._parts = b"", list[bytes]()
         self._announced, self._in_body, self._expects = 0, False, False
+        self._waits = False  # the client sends the body after "100 Continue"
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -86,11 +87,17 @@ class Connection:
         self._announced = int(announced) if announced.isdigit() else 0
         # HTTP/1.0 has no such headers, and its clients would take this line for the answer.
         self._expects = b"expect" in headers and self._parser.get_http_version() == "1.1"
-        if self._expects and not self._pending and not self._ends and (
-                self._announced <= self._app.options.max_bytes):
+        self._waits = self._expects and self._announced <= self._app.options.max_bytes
+        self._ask_for_body()
+
+    def _ask_for_body(self) -> None:
+        """Send "100 Continue" if the client waits for it and has its earlier answers."""
+        if self._waits and self._in_body and not self._pending and not self._ends:
+            self._waits = False
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
+        self._waits = False
         self._request.size += len(body)
         if self._request.size <= self._app.options.max_bytes:
             self._parts.append(body)
@@ -231,6 +238,7 @@ class Connection:
             if exchange.ends:
                 self._ends = True
                 pending.clear()
+        self._ask_for_body()
         if not self._unread:
             self.since = time.monotonic()
         self._watch()

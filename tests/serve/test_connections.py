@@ -142,6 +142,19 @@ def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -
     assert received == scores
 
 
+def test_a_body_is_asked_for_after_earlier_answers(server: Server) -> None:
+    head, body = message(2, "expect: 100-continue\r\nconnection: close\r\n").split(
+        b"\r\n\r\n", 1)
+    with connect(server) as connection:
+        connection.settimeout(READ_S / 2)
+        connection.sendall(message(1) + head + b"\r\n\r\n")
+        answers = connection.makefile("rb")
+        while not answers.readline().endswith(b"HTTP/1.1 100 Continue\r\n"):
+            pass
+        connection.sendall(body)
+        assert answers.read().startswith(b"\r\nHTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(("data", "begins"), [
     (message(1).replace(b"HTTP/1.1", b"HTTP/1.0", 1), b"HTTP/1.1 200 "),
     (message(1, "connection: close\r\n"), b"HTTP/1.1 200 "),
