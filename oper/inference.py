@@ -175,7 +175,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     Raises:
         InvalidInputError: the model has nothing to publish, or weights or arguments do not fit.
         PlanError: a table has more than 1024 columns, or `plan` does not fit the tables.
-        OperError: memory does not suffice, or a running publisher has the name.
+        OperError: there is not enough memory, or a running publisher has the name.
 
     Example:
         >>> import torch, oper
@@ -200,7 +200,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     if error_budget is None:
         placed = _placed(typed(list(held.values()), row_dtype), stats, plan)
     elif stats is None or row_dtype is not None or plan is not None:
-        raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
+        raise InvalidInputError("cannot choose row dtypes", "stats, row_dtype, plan",
                                 (stats, row_dtype, plan),
                                 "stats, None, None: error_budget replaces the others",
                                 "pass only stats with error_budget, or leave error_budget out")

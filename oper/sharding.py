@@ -460,7 +460,8 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         InvalidInputError: the model has no sharded tables, a move is under way, the re-map does not
             fit the tables, or replica groups get `bytes_per_step` or different plans.
         PlanError: the plan does not fit; the old plan stays in use.
-        OperError: memory does not suffice for the arenas of both plans; the old plan stays in use.
+        OperError: there is not enough memory for the arenas of both plans; the old plan stays in
+            use.
     """
     if not isinstance(plan, Plan):
         if not isinstance(plan, str | os.PathLike):

@@ -118,8 +118,8 @@ class TableStats:
         length_counts: int64 [P], number of bags of each length, over all features of the table.
         presence_samples: int64 [Q], ascending numbers of samples n.
         presence_rows: float64 [Q], mean number of distinct rows touched by n consecutive samples.
-        presence_windows: int64 [Q], number of windows of n samples that each mean stands for, of
-            which some may have been measured: a merge weights means by it.
+        presence_windows: int64 [Q], number of windows of n samples that each mean represents (not
+            all need have been measured), by which a merge weights the means.
         buckets: time buckets in chronological order.
         sketch: sketches for merging inexact counts, or None.
         new_ids: int64 [T], number of ids first seen in each time bucket, in chronological order;

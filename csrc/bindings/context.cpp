@@ -130,6 +130,7 @@ int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arr
   for (int64_t r = 0; r < world_size; ++r)
     context.send_buffer.push_back(reinterpret_cast<char*>(d.send_buffers[r]));
   context.send_buffer_bytes = send_buffer_bytes;
+  context.peer_rows = std::make_shared<PeerRows>(context);
   context.start_counting();
   return contexts().add(std::move(owned));
 }
@@ -184,17 +185,15 @@ std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
 void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
   const auto context = context_of(handle);
   const double* c = static_cast<const double*>(costs.data_ptr());
-  const auto kind = static_cast<PeerRows::Choice>(choice);
-  context->peer_rows = kind == PeerRows::kNever ? nullptr
-                                                : std::make_shared<PeerRows>(
-                                                      *context, kind, PullCosts{c[0], c[1], c[2]});
+  context->peer_rows->choose(static_cast<PeerRows::Choice>(choice), {c[0], c[1], c[2]});
 }
 
 // [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they
 // are copied. Empty if they never are.
 std::vector<int64_t> context_duplication(int64_t handle) {
   const auto context = context_of(handle);
-  if (!context->peer_rows) return {};
+  if (!context->peer_rows->is_on()) return {};
+  const std::lock_guard<std::mutex> lock(context->peer_rows->turn);
   const auto& tables = context->peer_rows->tables;
   std::vector<int64_t> result(3 * tables.size());
   for (size_t t = 0; t < tables.size(); ++t) {

@@ -16,6 +16,7 @@
 #include "common/description.h"
 #include "common/lookup_schemas.h"
 #include "common/operators.h"
+#include "host/exchange/peer_rows.h"
 #include "host/interaction.h"
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
@@ -51,9 +52,9 @@ bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out)
 // The numbers 0, 1, ..., count - 1: bounds of bags with one id each. Never freed, as batches in
 // other threads may still use a block when a longer one is needed.
 const int64_t* ascending(int64_t count) {
-  static std::mutex mutex;
+  static auto& mutex = *new ForkMutex;
   static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<ForkMutex> lock(mutex);
   if (blocks->empty() || static_cast<int64_t>(blocks->back()->size()) < count) {
     auto block = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count + count / 2));
     for (size_t i = 0; i < block->size(); ++i) (*block)[i] = static_cast<int64_t>(i);
@@ -241,7 +242,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   // Whether pooling computes the bounds of bags (see host/kernels/bounds.inl): only if nothing else
   // reads them before.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
-                          !context->exchange && !context->peer_rows &&
+                          !context->exchange && !context->peer_rows->is_on() &&
                           !(collective && context->has_push) &&
                           has_own_keys(*context, key_of, n / batch_size);
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
@@ -320,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   const auto context = context_of(handle);
   PhaseClock clock(*context);
   const auto has_dim = [&](const Table& t) { return t.row_columns == dim; };
-  STD_TORCH_CHECK(!context->exchange && !context->peer_rows && !context->has_push &&
+  STD_TORCH_CHECK(!context->exchange && !context->peer_rows->is_on() && !context->has_push &&
                       dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
                       dim > 0 && context->output_columns <= key_of.numel() * dim &&
                       std::all_of(context->tables.begin(), context->tables.end(), has_dim),

@@ -20,7 +20,7 @@ namespace oper {
 struct TierMap {
   int64_t start;        // first position of the tier
   int64_t period;       // offsets in one round, >= 1
-  int32_t shift;        // log2(period), or -1 if period is no power of two
+  int32_t shift;        // log2(period), or -1 if period is not a power of two
   uint64_t magic;       // floor(2^63 / period) + 1
   const int64_t* base;  // [period]
   const int64_t* step;  // [period]

@@ -83,7 +83,7 @@ enum Sent {
   kSentGradientWeights,
   kSentBagGradients,   // backward: gradients of the bags of those ids
   kSentSquares,        // backward: sums of squares of the pieces of a row, and their totals
-  kSentRefreshedRows,  // backward: masters that have changed, and their slots
+  kSentRefreshedRows,  // backward: changed master copies, and their slots
   kNumSent
 };
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "common/description.h"
+#include "common/fork_mutex.h"
 
 namespace oper {
 
@@ -32,20 +33,20 @@ class Handles {
   // `first`: the lowest handle; its upper 32 bits distinguish the back ends.
   explicit Handles(int64_t first) : first_(first), next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<ForkMutex> lock(mutex_);
     objects_[next_] = std::move(object);
     return next_++;
   }
   // Shared ownership: the object stays valid even if another thread closes the handle meanwhile.
   std::shared_ptr<Object> share(int64_t handle) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<ForkMutex> lock(mutex_);
     auto found = objects_.find(handle);
     STD_TORCH_CHECK(found != objects_.end(), "sharded tables used after they were closed");
     return found->second;
   }
   // Returns the object, null if the handle is closed already.
   std::shared_ptr<Object> close(int64_t handle) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<ForkMutex> lock(mutex_);
     auto found = objects_.extract(handle);
     return found ? std::move(found.mapped()) : nullptr;
   }
@@ -53,7 +54,7 @@ class Handles {
   bool is_one(int64_t handle) const { return handle >> 32 == first_ >> 32; }
 
  private:
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::map<int64_t, std::shared_ptr<Object>> objects_;
   const int64_t first_;
   int64_t next_;

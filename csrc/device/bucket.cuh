@@ -85,7 +85,7 @@ struct WarpBucket {
 #pragma unroll
       for (int k = 0; k < kSlotsOfLane; ++k) {
         if ((held >> slot(k) & 1) == 0) continue;
-        // The key may have got its row in an update after the lookup that did not find it.
+        // The key may have received its row in an update after the lookup that did not find it.
         is_live = is_known || !table.rules.is_expired(ages[k].clock, clock - 1);
         if (is_live) {
           set_age(k, table.rules.seen(ages[k], occurrences, clock));

@@ -133,7 +133,7 @@ ReceivedKeys lay_out_received_keys(const KeyView& keys, void* block) {
   ReceivedKeys received{};
   const int64_t W = keys.world_size, most = W * keys.capacity;
   received.begin = memory.take<int64_t>(keys.num_tables * W + 1);
-  if (W > 1) {  // else the keys are merged from where they were left
+  if (W > 1) {  // otherwise the keys are merged from this rank's own list
     received.unmerged = memory.take<uint64_t>(most);
     received.counts = memory.take<uint32_t>(most);
   }

@@ -66,8 +66,8 @@ class Reducer {
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
     const int count = static_cast<int>(end - begin);
     const int most = group_.most(count);
-    // This lane's one of the pairs whose gradients are fetched next, kSlots pairs before they are
-    // added.
+    // The pair of this lane among those whose gradients are fetched next, kSlots pairs before they
+    // are added.
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll

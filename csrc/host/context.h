@@ -314,7 +314,7 @@ struct Context {
   BesideUpdate beside_update;
   size_t num_left = 0;    // micro-batches that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
-  std::shared_ptr<PeerRows> peer_rows;  // null: rows of other ranks are always read in place
+  std::shared_ptr<PeerRows> peer_rows;
 
   // Frees the send buffer for another batch.
   void reset_send_buffer();

@@ -20,10 +20,11 @@ constexpr int32_t kNumFaultPoints = 7;
 
 struct Fault {
   FaultPoint point;
-  int64_t count;     // happens when the point is reached for the count-th time from now on
+  int64_t count;     // the fault happens at the count-th time that the point is reached from now on
   int32_t signal;    // signal that the process sends itself; 0 = none
-  int64_t sleep_us;  // for which the thread sleeps afterwards
-  // Where the time of the fault is written first, CLOCK_MONOTONIC in ns as int64; -1 = nowhere.
+  int64_t sleep_us;  // time that the thread then sleeps
+  // Descriptor to which the time of the fault is written before that, CLOCK_MONOTONIC in ns as
+  // int64; -1 = none.
   int note_fd;
 };
 

@@ -33,10 +33,19 @@ char* reserve_aligned(size_t bytes) {
   return aligned;
 }
 
+using Blocks = std::map<size_t, std::vector<void*>>;  // by size
+
 struct Pool {
-  std::mutex mutex;
-  std::map<size_t, std::vector<void*>> free_blocks;
+  ForkMutex mutex;
+  Blocks free_blocks;
+  size_t free_bytes = 0;  // of `free_blocks`
+  size_t used_bytes = 0;  // of blocks that were taken and not given back
+  size_t most_used_bytes = size_t{64} << 20;  // the most so far, or this if that is less
 };
+
+// Free blocks of more than this multiple of `most_used_bytes` are released before another block is
+// mapped. Otherwise there is no limit if sizes vary with the batch: each size has its own blocks.
+constexpr size_t kMostFree = 4;
 
 // Never destroyed: tensors may outlive static destructors.
 Pool& pool() {
@@ -53,6 +62,24 @@ size_t pool_size(size_t bytes) {
   constexpr size_t kLeast = 4096;
   if (bytes > kHugePage / 2) return round_up(bytes, kHugePage);
   return std::bit_ceil(std::max(bytes, kLeast));
+}
+
+// Maps a block of `pool_size` bytes; null if there is no memory.
+void* map_block(size_t size) {
+  char* at = nullptr;
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+  if (!is_small(size)) {
+    at = reserve_aligned(size);
+    if (at == nullptr) return nullptr;
+    flags |= MAP_FIXED;
+  }
+  void* data = mmap(at, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (data == MAP_FAILED) {
+    if (at != nullptr) munmap(at, size);
+    return nullptr;
+  }
+  if (at != nullptr) want_huge(data, size);
+  return data;
 }
 
 #if defined(__SANITIZE_THREAD__)
@@ -169,29 +196,33 @@ int64_t last_level_cache_bytes() {
 
 void* pool_take(size_t bytes) {
   const size_t size = pool_size(bytes);
+  Pool& all = pool();
+  Blocks surplus;
   {
-    std::lock_guard<std::mutex> lock(pool().mutex);
-    auto& blocks = pool().free_blocks[size];
+    const std::lock_guard<ForkMutex> lock(all.mutex);
+    auto& blocks = all.free_blocks[size];
+    all.used_bytes += size;
+    all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
     if (!blocks.empty()) {
       void* data = blocks.back();
       blocks.pop_back();
+      all.free_bytes -= size;
       return data;
     }
+    if (all.free_bytes > kMostFree * all.most_used_bytes) {
+      surplus.swap(all.free_blocks);
+      all.free_bytes = 0;
+    }
   }
-  if (is_small(size)) {
-    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    return data;
-  }
-  char* at = reserve_aligned(size);
-  if (at == nullptr) throw std::bad_alloc();
-  if (mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-      MAP_FAILED) {
-    munmap(at, size);
+  for (const auto& [each, blocks] : surplus)
+    for (void* data : blocks) munmap(data, each);
+  void* data = map_block(size);
+  if (data == nullptr) {
+    const std::lock_guard<ForkMutex> lock(all.mutex);
+    all.used_bytes -= size;
     throw std::bad_alloc();
   }
-  want_huge(at, size);
-  return at;
+  return data;
 }
 
 void pool_give(void* data, size_t bytes) {
@@ -199,11 +230,14 @@ void pool_give(void* data, size_t bytes) {
   // never be needed again. Sizes of small blocks vary less, since they are powers of two.
   const size_t size = pool_size(bytes);
   const size_t keep = is_small(size) ? 32 : 4;
+  Pool& all = pool();
   {
-    std::lock_guard<std::mutex> lock(pool().mutex);
-    auto& blocks = pool().free_blocks[size];
+    const std::lock_guard<ForkMutex> lock(all.mutex);
+    all.used_bytes -= size;
+    auto& blocks = all.free_blocks[size];
     if (blocks.size() < keep) {
       blocks.push_back(data);
+      all.free_bytes += size;
       return;
     }
   }

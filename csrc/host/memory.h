@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/fork_mutex.h"
+
 namespace oper::host {
 
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -39,8 +41,8 @@ void want_huge(void* data, size_t bytes);
 int64_t last_level_cache_bytes();
 
 // Memory that is reused instead of returned to the kernel: a new 13 MB output would cost thousands
-// of page faults in every step. `pool_give` takes the same number of bytes as `pool_take`, which
-// throws std::bad_alloc.
+// of page faults in every step. At most a multiple of the most bytes in use so far is kept for
+// reuse. `pool_give` takes the same number of bytes as `pool_take`, which throws std::bad_alloc.
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
@@ -71,10 +73,10 @@ class Spares {
   template <class... Arguments>
   auto borrow(const Arguments&... arguments) {
     const auto give_back = [this](Object* one) {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<ForkMutex> lock(mutex_);
       free_.push_back(one);
     };
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<ForkMutex> lock(mutex_);
     if (free_.empty()) free_.push_back(&all_.emplace_back(arguments...));
     Object* const one = free_.back();
     free_.pop_back();
@@ -82,12 +84,12 @@ class Spares {
   }
   template <class Body>
   void for_all(Body body) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<ForkMutex> lock(mutex_);
     for (Object& one : all_) body(one);
   }
 
  private:
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::deque<Object> all_;
   std::vector<Object*> free_;
 };

@@ -1,6 +1,6 @@
 // Owners of pushed rows, by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983) over the states of
 // pack_state.h. A move changes one or two tables, so that only few ranks' loads change, but the entire
-// step is evaluated again, by a pass over [loads, ranks] floats.
+// step time is evaluated again, by a pass over [loads, ranks] floats.
 #include "search/pack.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr int64_t kRelaxedOf = 4;  // one in this many short searches starts fro
 // Changes of layouts tried for all short searches: per table, and at least. Twice as many gained little.
 constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
-constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
+constexpr double kWorthKeeping = 3e-5;  // least improvement of step time for which a state is copied
 
 class Packing : private PackMoves {
  public:
@@ -105,7 +105,7 @@ class Packing : private PackMoves {
     return x;
   }
 
-  // Gives the best state shares of pulled rows in units, rounded or all equal; returns its step.
+  // Gives the best state shares of pulled rows in units, rounded or all equal; returns its step time.
   double step_with_units(bool rounded) {
     const std::vector<double> sum = sums_by_class(best_.share);
     for (int64_t r = 0; r < W; ++r)

@@ -61,7 +61,7 @@ struct OperPacking {
   const int64_t* first_owners; // [T], initial number of owners per piece
   int64_t max_moves;
   double seconds;  // 0 = no limit
-  double goal;     // stop at this step
+  double goal;     // stop at this step time
   uint64_t seed;
   int64_t resumes;  // whether to continue from the result of an earlier call in the arrays below
   // In: the initial state; out: the best state found.

@@ -85,8 +85,8 @@ class Layouts {
   }
 
  private:
-  // First and last temperature, as shares of the step per table; the last is at most kMostCold of the step.
-  // Lower temperatures would improve layouts by less than the error of assuming even packing.
+  // First and last temperature, as shares of the step time per table; the last is at most kMostCold of the
+  // step time. Lower temperatures would improve layouts by less than the error of assuming even packing.
   static constexpr double kHot = 0.3, kCold = 0.01, kMostCold = 1e-4;
 
   // By class and load: mean over the class's ranks; the part of it that ranks without pieces and pulled rows
@@ -127,8 +127,8 @@ class Layouts {
         rank(k, i);
   }
 
-  // The step if pieces are packed evenly, with a penalty for memory beyond the capacity; `total` has the
-  // loads of all tables, where those of table `changed` are in `changed_`.
+  // The step time if pieces are packed evenly, with a penalty for memory beyond the capacity; `total` has
+  // the loads of all tables, where those of table `changed` are in `changed_`.
   double step(const Loads& total, int64_t changed) const {
     const int64_t G = p_.num_loads;
     const auto load = [&](int64_t at) {
@@ -229,7 +229,8 @@ class Layouts {
   const std::vector<int64_t> most_owners_;
   Random& random_;
   std::vector<double> size_, base_;
-  std::vector<double> on_host_, in_domain_;  // ranks like the first one of each class
+  // By class: number of ranks on the host, and in the domain, of its first rank.
+  std::vector<double> on_host_, in_domain_;
   std::vector<Largest> largest_;  // by class and load
   std::vector<int64_t> first_rank_;
   std::vector<Loads> of_table_;

@@ -357,8 +357,8 @@ class PackState {
   // -- pulled rows ----------------------------------------------------------------------------------
 
   // The largest share of its class's pulled rows that rank r can own, after the loads `more` are
-  // added and `less` removed, such that no phase exceeds its level and memory suffices; the present
-  // share if pulled rows cost nothing.
+  // added and `less` removed, such that no phase exceeds its level and no memory overflows; the
+  // present share if pulled rows cost nothing.
   // `*slope`: derivative of the share by a common factor of all levels.
   double share_up_to_levels(int64_t r, const double* more, const double* less, double* slope) const {
     const double *own = &load_[r * G], *all = &every_[p_.class_of[r] * G], *fill = &fill_[p_.class_of[r] * G];

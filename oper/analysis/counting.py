@@ -42,7 +42,8 @@ class CountOptions:
             error, and the tail is estimated from a sample of its rows (see
             `oper.analysis.sketch`).
         max_overhead: share of the time that a live `Collector` may take, e.g. 0.02; it skips
-            batches that would exceed this share. None = count every batch.
+            batches that would exceed this share, and presence windows join the batches before and
+            after. None = count every batch.
     """
 
     presence_samples: tuple[int, ...] = PRESENCE_SAMPLES

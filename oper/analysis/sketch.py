@@ -200,10 +200,10 @@ class HeavyHitters:
         self.count_in(CountTable(0))
 
     def count_in(self, counted: CountTable) -> None:
-        """Count in `counted`, which may have counts already, until the next result."""
+        """Count in the table `counted`, which may have counts already, until `result` is called."""
         counted.max_bytes = max(counted.max_bytes, self._least_bytes)
         self.counted = counted
-        self._result: Counts | None = None  # the counts in place of those in `counted`
+        self._result: Counts | None = None  # the counts, once `result` has taken them out
 
     @property
     def error(self) -> int:
@@ -238,7 +238,8 @@ class HeavyHitters:
 
 
 class DistinctSample:
-    """Exact counts of the ids whose hash has `level` leading zeros, about 2^-level of all ids."""
+    """Exact counts of the ids whose hash has at least `level` leading zero bits, about 2^-level of
+    all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Start a sample of at most `num_entries` ids."""
@@ -246,7 +247,7 @@ class DistinctSample:
         self._thin(0)
 
     def _thin(self, level: int) -> None:
-        """Keep only the ids whose hash has `level` leading zeros."""
+        """Keep only the ids whose hash has at least `level` leading zero bits."""
         kept = self._counted.sample(level)
         self.level, self._counted = level, CountTable(max(64 * self.num_entries, 1 << 17))
         self._counted.add(*kept)

@@ -67,10 +67,10 @@ def drift(table: TableStats) -> float:
     """Return the mean total variation distance of consecutive time buckets, 0 (equal) to 1.
 
     The distance is half the sum over rows of the absolute difference of access shares. It includes
-    sampling noise: a stationary log with many rare ids has a drift above 0. In a table with
-    sketches (`TableStats.sketch`), buckets may have only their most accessed ids, whose shares of
-    one another are compared: such a drift is usually lower, without that noise. NaN with fewer than
-    two buckets.
+    sampling noise: a stationary log with many rare ids has a drift above 0. If a table has sketches
+    (`TableStats.sketch`), its buckets may hold only their most accessed ids. Shares are then of the
+    accesses to these ids, and the drift is usually lower, since rare ids add no noise. NaN with
+    fewer than two buckets.
     """
     found = bucket_distances(table)
     return float(np.mean(found)) if found else float("nan")
@@ -91,7 +91,7 @@ def bucket_distances(table: TableStats) -> list[float]:
 def distance(old: TableStats, new: TableStats) -> float:
     """Return the total variation distance of two statistics of a table, 0 (equal) to 1 (disjoint).
 
-    Rows outside of a head count with the mean of their tail, so the distance is exact if both heads
+    Rows outside a head count with the mean of their tail, so the distance is exact if both heads
     contain all touched rows (`TableStats.is_exact`). See `drift` for time buckets.
 
     Raises:

@@ -34,8 +34,8 @@ def append_batch(file: BinaryIO, columns: Mapping[str, Any]) -> int:
 def read_batch(path: Path, at: int = 0) -> pa.RecordBatch:
     """Map the columns that `append_batch` has written at a position of a file into memory.
 
-    Raises FileFormatError if the file is damaged: work files need not survive a crash of the
-    machine.
+    Raises FileFormatError if the file is damaged, as it may be after a crash of the machine, since
+    work files are not written with fsync.
     """
     try:
         with pa.memory_map(str(path)) as file:
@@ -80,8 +80,8 @@ def lists(lengths: np.ndarray, values: np.ndarray | pa.Array) -> pa.ListArray:
 
 
 def table_of(columns: Mapping[str, Any]) -> pa.Table:
-    """Make a table of columns, arrays [n], that are declared as never null, so that readers and
-    writers skip null checks."""
+    """Make an Arrow table of columns, arrays [n] without nulls. The schema declares them as never
+    null, so that readers and writers skip null checks."""
     arrays = [pa.array(x) for x in columns.values()]
     return pa.Table.from_arrays(arrays, schema=pa.schema(
         [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))

@@ -378,7 +378,7 @@ def run_analyze(args: argparse.Namespace) -> int:
                          "add --update-samples N, the batch size of all ranks together")
     if args.update_samples is not None and not has_times:
         raise UsageError("cannot analyze", "--update-samples", args.update_samples,
-                         "no value without --half-life and --time-to-live", "leave it out")
+                         "no value without --half-life or --time-to-live", "leave it out")
     return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
 
 
@@ -444,7 +444,7 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
     pairs = name_values(text or "", ",")
     if pairs is None or not all(x.isdecimal() and len(x) < 20 for x in pairs.values()):
         raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N, each field once",
-                         "name each field once with its rows")
+                         "write each field once with its number of rows")
     return {name: int(number) for name, number in pairs.items()} or None
 
 

@@ -266,8 +266,11 @@ class TableParameter(TableTensor):
                 _refuse_gradient)
 
     def detach(self) -> torch.Tensor:
-        """Return a view that autograd does not track; raises InvalidInputError in the constructor
-        of a parameter, which would refer to the same rows."""
+        """Return a view that autograd does not track.
+
+        Raises InvalidInputError if ``torch.nn.Parameter(weight)`` calls it: the new parameter
+        would share the table's rows.
+        """
         if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
             raise InvalidInputError(f"cannot make a parameter of table {self._rows.name!r}",
                                     "tensor", type(self).__name__, "a tensor of its own",

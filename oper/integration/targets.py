@@ -337,12 +337,12 @@ def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
     if isinstance(row_dtype, str):
         return [replace(s, dtype=row_dtype) for s in specs]
     if not isinstance(row_dtype, Mapping):
-        raise InvalidInputError("cannot choose types of rows", "row_dtype", row_dtype,
+        raise InvalidInputError("cannot choose row dtypes", "row_dtype", row_dtype,
                                 "the name of a dtype, or a mapping from tables to names",
                                 "pass for example 'float16', or {'users': 'float16'}")
     unknown = set(row_dtype) - {s.name for s in specs}
     if unknown:
-        raise InvalidInputError("cannot choose types of rows", "tables", sorted(unknown),
+        raise InvalidInputError("cannot choose row dtypes", "tables", sorted(unknown),
                                 f"some of {[s.name for s in specs][:8]}",
                                 "name tables of this model")
     return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]

@@ -369,7 +369,7 @@ class OperPlanner(ShardingPlanner):
 
     It makes a plan in each of several spaces of placements, exports it, and evaluates the export as
     TorchRec would execute it; of the exports that fit and keep the constraints, it returns the one
-    with the shortest modelled step.
+    with the least modelled step time.
 
     Args:
         stats: access statistics; None = plan from table sizes.

@@ -32,7 +32,7 @@ class Replanning:
         plan: the plan for the new statistics.
         distance: by table, total variation distance between the statistics that the old plan was
             made from and the new ones, 0 to 1; only tables that both have.
-        old_step_us, new_step_us: step of the old and of the new plan on the new statistics.
+        old_step_us, new_step_us: step time of the old and of the new plan on the new statistics.
         moved_bytes: bytes of rows and optimizer state whose owner changes.
         network_bytes: bytes that memory domains send each other for the migration, including
             replicas and requests.
@@ -63,8 +63,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
            options: Mapping[str, Any] | None = None) -> Replanning:
     """Make a plan for new statistics and compare it with the current plan.
 
-    Both plans' steps are modelled on the new statistics, with each row where the plan places it.
-    The current plan's step therefore includes the cost of its outdated hotness order. In larger
+    Both step times are modelled on the new statistics, with each row where the plan places it.
+    The current plan's step time thus includes the cost of its outdated hotness order. In larger
     tables, the 65,536 hottest rows are modelled one by one, and all others as equally hot.
 
     Args:
@@ -117,7 +117,7 @@ def check_batch(plan: Plan) -> None:
 
 def step_us(plan: Plan, stats: AccessStats, topology: Topology,
             overlap: Mapping[str, Any] | None = None) -> float:
-    """Modelled step, in microseconds, of a plan on statistics that it was not made from.
+    """Modelled step time, in microseconds, of a plan on statistics that it was not made from.
 
     Args:
         plan: the plan.

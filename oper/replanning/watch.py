@@ -139,9 +139,9 @@ class Replanner:
         self._times: list[float] = []  # durations of the steps of this window, seconds
         self._last: float | None = None  # end of the previous step
         self._is_settling = True  # the next window is not compared, because its caches are cold
-        self._usual_s = 0.0  # usual step with the current plan and topology; 0 = not yet known
+        self._usual_s = 0.0  # usual step time with this plan and topology; 0 = not yet known
         self._measuring_s = 0.0  # duration of the last measurement of links
-        self._changed_s = 0.0  # step since it changed; 0 = it has not changed
+        self._changed_s = 0.0  # step time since it changed; 0 = it has not changed
         self._num_changed = 0  # number of steps since then
         self._better: tuple[Replanning, Topology] | None = None
 
@@ -155,7 +155,7 @@ class Replanner:
         Raises:
             PlanError: no plan fits the changed links; the old plan stays in use, and watching
                 continues.
-            OperError: memory does not suffice for the arenas of both plans, or planning failed;
+            OperError: there is not enough memory for the arenas of both plans, or planning failed;
                 the old plan stays in use as well.
             InvalidInputError: `measure_links` did not return a positive number for every host.
         """
@@ -225,7 +225,7 @@ class Replanner:
         return self._event("better plan", step_s, links, seconds, found)
 
     def _keep_plan(self, topology: Topology, step_s: float) -> None:
-        """Keep the current plan on changed links, with `step_s` as the new usual step."""
+        """Keep the current plan on changed links, with `step_s` as the new usual step time."""
         self.topology, self._usual_s = topology, step_s
         self._forget()
 

@@ -308,7 +308,7 @@ class NeedsAcross:
         gathers: whether any rank requests rows from other domains, if owners do not pool.
         pulls: whether any rank requests rows of pulled tiers from other domains. If owners pool the
             rows of pushed tiers, no other rows are requested.
-        refreshes: whether any replica has its master in another domain and must be refreshed.
+        refreshes: whether any replica has its master copy in another domain, which refreshes it.
         shares: whether a rank reads a replica that another rank of its domain holds.
     """
 

@@ -64,7 +64,7 @@ def make_plan(
     synchronize_delay: int = 0,
     synchronize_bits: int = 32,
 ) -> Plan:
-    """Return a plan of where every row lives, with a certified lower bound on the modelled step.
+    """Return a plan of where every row is stored, with a certified bound on the modelled step time.
 
     Args:
         tables: the tables, in the order of the collection.
@@ -76,7 +76,7 @@ def make_plan(
         effort: ``"fast"`` or ``"thorough"``.
         time_budget_s: seconds after which the best plan so far is returned. None = stop after the
             number of trials that `effort` sets; equal seeds then give equal plans.
-        target_gap: stop when (step - bound) / bound is at most this.
+        target_gap: stop when (step time - bound) / bound is at most this.
         seed: seed of the random choices.
         allow: features that the plan may use, from `oper.search.problem.space.FEATURES`. Default:
             those that the runtimes execute well on this topology, and host memory if the rows do
@@ -86,7 +86,7 @@ def make_plan(
         message_bits: bits per number in messages between hosts: 32 (exact), 16, 8 or 4, or a pair
             (for answers to lookups, for gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`.
-        message_variance: if given, the planner chooses the bits by table, such that the step is
+        message_variance: if given, the planner chooses the bits by table, such that steps are
             short and the mean squared error of rounding is at most this share of the mean square of
             rows read and of their gradients; see `oper.search.variance`. Default: `message_bits`.
         synchronize_every: number of updates between two synchronizations of replica groups. If
@@ -365,7 +365,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
 def _proof(parts: list[Subspace]) -> _Proof:
     """The proof of the bound over all parts: no plan is faster than min(`bound_us`, `cutoff_us`).
 
-    The cutoff is the step of a known plan; None if there is none.
+    The cutoff is the step time of a known plan; None if there is none.
     """
     lower_us = min(x.lower_bound_us for x in parts)
     cutoff_us = min(x.cutoff_us for x in parts)
@@ -384,8 +384,8 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     """Return the best placement found in any part, after raising the parts' bounds.
 
     Every part that may contain the best plan is searched from its node with the least bound. The
-    part with the best placement is then branched on with that step as cutoff, and searched again
-    from several nodes.
+    part with the best placement is then branched on, with that placement's step time as cutoff,
+    and searched again from several nodes.
     """
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)

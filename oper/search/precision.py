@@ -142,12 +142,12 @@ class _Table:
 
 def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
                   errors: Mapping[str, RowErrors], error_budget: float) -> Precision:
-    """Choose the row types that take the fewest bytes within an error budget.
+    """Choose the row dtypes that take the fewest bytes within an error budget.
 
     Args:
         tables: the tables.
         stats: access statistics; None = all rows are looked up equally often.
-        errors: by table, the errors of the types that the table may use, for the blocks that
+        errors: by table, the errors of the dtypes that the table may use, for the blocks that
             `blocks_of` returns.
         error_budget: upper limit of `Precision.error`; 1e-4 is a relative root mean square error
             of 1 %.
@@ -156,7 +156,7 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
         InvalidInputError: the budget is not a positive number, or `errors` has other blocks.
         PlanInfeasibleError: even the widest types exceed the budget.
     """
-    what = "cannot choose types of rows"
+    what = "cannot choose row dtypes"
     is_right = isinstance(error_budget, int | float) and 0 < error_budget < math.inf
     require(what, "pass for example 1e-4", ("error_budget", error_budget, is_right, "a number > 0"))
     found = {t.name: _sums(t, stats, errors[t.name]) for t in tables}
@@ -200,7 +200,7 @@ def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Tab
     for other blocks."""
     blocks = blocks_of(spec, stats)
     rows, lookups = np.diff(errors.edges), blocks.lookups
-    require(f"cannot choose types of table {spec.name!r}",
+    require(f"cannot choose row dtypes for table {spec.name!r}",
             "measure the errors for the blocks that blocks_of returns with the same statistics",
             ("edges", errors.edges[:4].tolist(), np.array_equal(blocks.edges, errors.edges),
              f"{blocks.edges[:4].tolist()}..."))

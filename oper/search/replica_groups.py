@@ -2,9 +2,9 @@
 
 For every number of groups G that divides the number of hosts, the planner makes a plan for the
 ranks of one group. A synchronization takes s microseconds after every K updates, of which h are not
-hidden by the d updates that are made meanwhile (`synchronize_delay`). With the plan's step p,
+hidden by the d updates that are made meanwhile (`synchronize_delay`). With the plan's step time p,
 
-    modelled step = ((K - d) p + max(d p + h, s)) / K,
+    modelled step time = ((K - d) p + max(d p + h, s)) / K,
 
 where h is the time on the links of hosts and processors, which these updates use as well; uplinks
 between racks are hidden. With the plan's certified bound b, and the least time of a synchronization
@@ -16,7 +16,7 @@ bytes in column pieces as it does whole, so that the bound holds with fewer bits
 If groups differ in memory or bandwidth, p and b are those of a group of the slowest hosts, see
 `oper.topology.Topology.divided`.
 
-The G with the shortest modelled step is chosen. The smallest of the lower bounds holds for all G
+The G with the least modelled step time is chosen. The smallest of the lower bounds holds for all G
 that were compared.
 """
 

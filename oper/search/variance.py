@@ -117,7 +117,7 @@ def fewest_bits(problem: Problem) -> MessageBits:
 def choose_bits(plan: Plan, problem: Problem, budget: float) -> MessageBits:
     """Choose the bits of every table and direction that make a placement fastest within a budget.
 
-    The step is within about 0.1 % of the shortest, unless the solver reaches its limit of nodes;
+    The step time is within about 0.1 % of the least, unless the solver reaches its limit of nodes;
     without any solution by then, messages stay exact.
 
     Args:

@@ -461,7 +461,7 @@ def _change(text: str) -> None:
 
 
 def read_constraints(path: str) -> dict[str, Any]:
-    """Read a constraints file; raises OperError if it cannot be read or is no JSON object."""
+    """Read a constraints file; raises OperError if it cannot be read or is not a JSON object."""
     value = read_json(path, f"cannot read {path!r} as constraints")
     if not isinstance(value, dict):
         raise InvalidInputError(f"cannot read {path!r}", "constraints", value, "a JSON object",

@@ -137,7 +137,7 @@ def _row_dtype(args: argparse.Namespace) -> Any:
     from oper.stats import AccessStats
 
     if (args.error_budget is None) != (args.stats is None) or (args.stats and args.row_dtype):
-        raise UsageError("cannot choose types of rows", "--error-budget, --stats, --row-dtype",
+        raise UsageError("cannot choose row dtypes", "--error-budget, --stats, --row-dtype",
                          (args.error_budget, args.stats, args.row_dtype),
                          "--error-budget with --stats, or --row-dtype alone",
                          "pass a budget and statistics, or one type for all rows")

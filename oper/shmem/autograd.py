@@ -61,8 +61,8 @@ class CollectedPasses:
         forward pass, would read rows that the same backward pass has updated.
 
         A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        then makes a separate backward pass, whose update later checkpoints would see. `num_steps`:
-        that of the tables, now.
+        then runs a separate backward pass, whose update later checkpoints would see. `num_steps`:
+        the tables' current value.
         """
         if self.began.setdefault(torch._C._current_graph_task_id(), num_steps) != num_steps:
             raise InvalidInputError("cannot repeat a lookup in a backward pass",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.shmem.group.status import Fault, Status
@@ -179,6 +180,17 @@ def refuse_weight_gradient(batch: Lookup) -> None:
         raise InvalidInputError("cannot look up in read-only tables", "per-sample weights",
                                 "requires_grad=True", "weights that need no gradient",
                                 "detach them, since read-only tables compute no gradients")
+
+
+def refuse_tangent(weights: torch.Tensor) -> None:
+    """Raise InvalidInputError if the per-sample weights of a lookup have a tangent of forward-mode
+    differentiation, which the result would lack."""
+    if (forward_ad._current_level >= 0
+            and forward_ad.unpack_dual(weights).tangent is not None):
+        raise InvalidInputError("cannot look up", "per-sample weights", "with a tangent",
+                                "without one, since lookups have no forward-mode derivative",
+                                "differentiate in reverse mode, or look up with "
+                                "torch.autograd.forward_ad.unpack_dual(weights).primal")
 
 
 def refuse_transforms() -> None:

@@ -125,7 +125,7 @@ class Parts:
     def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
         self._tables, self._worker, self._num_passes = tables, worker, num_passes
         self.settle = worker.settle
-        self._num_sent = 0  # parts whose gradients `send_gradients` has got
+        self._num_sent = 0  # parts whose gradients `send_gradients` has received
         self._last: Backward | None = None  # the last of them
 
     # ---- called by the program's thread ----------------------------------------------------------

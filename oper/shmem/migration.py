@@ -313,7 +313,7 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
     """Return tables like `tables` under another plan, with uninitialised arenas. Collective.
 
     Raises:
-        OperError: memory does not suffice on some rank; raised on all ranks.
+        OperError: a rank does not have enough memory; raised on all ranks.
     """
     other = tables.like(plan)
     problem: OperError | None = None

@@ -24,6 +24,7 @@ from oper.shmem.batch import (
     raise_status,
     recorder,
     refuse_recording,
+    refuse_tangent,
     refuse_transforms,
     refuse_weight_gradient,
 )
@@ -75,7 +76,7 @@ class ShardedTables(TableUpdates):
     Raises:
         PlanError: the plan does not fit the number of ranks or cannot be executed here.
         InvalidInputError: the arguments differ between the ranks.
-        OperError: memory does not suffice.
+        OperError: there is not enough memory for the arenas.
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
@@ -251,6 +252,8 @@ class ShardedTables(TableUpdates):
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
             batch = self.bounds.repair(batch, self.device)
         try:
+            if batch.weights is not None:
+                refuse_tangent(batch.weights)
             if self.optimizers is not None and torch.is_grad_enabled():
                 # The first condition is the usual case, which needs no call.
                 trains = len(self.frozen) < len(self.specs) or self.is_trained()
@@ -415,7 +418,7 @@ class ShardedTables(TableUpdates):
 
         Raises:
             PlanError: the plan does not fit, or cannot be executed here; the old plan stays in use.
-            OperError: memory does not suffice for the new arenas; the old plan stays in use.
+            OperError: there is not enough memory for the new arenas; the old plan stays in use.
             InvalidInputError: another move is under way, `micro_batches` is active, or in replica
                 groups `bytes_per_step` is not None or the groups' plans differ.
         """
@@ -455,7 +458,7 @@ class ShardedTables(TableUpdates):
                              is_new=False)
 
     def check_memory(self) -> None:
-        """Raise OperError unless free memory suffices for the arenas of this memory domain."""
+        """Raise OperError unless there is enough free memory for this memory domain's arenas."""
         check_memory([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:

@@ -13,7 +13,7 @@ _MOST = 2**63 - 1  # maximum int64
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `HelpFormatter`. argparse makes the parsers of commands with the same class."""
+    """A parser with `HelpFormatter`; argparse creates the parsers of subcommands with it, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})

@@ -57,7 +57,7 @@ def forgotten(out: str | os.PathLike[str]) -> Folders | None:
 
     Raises:
         InvalidInputError: there is a checkpoint in the target of a link; or the folders hold
-            something else than a checkpoint.
+            anything but a checkpoint.
     """
     what, place = "cannot start a new run", Path(out) / CHECKPOINT
     if place.is_symlink():
@@ -217,7 +217,7 @@ class Checkpoints:
                 "a numbering that differs from the data's, since remap is set", todo)
         # Training counts number the users and items of a recommender.
         self._check_samples(extra, f"cannot start from {str(folder)!r}", "numbering",
-                            "start from a run on the same interactions, or train anew")
+                            "start from a run on the same interactions, or start a new run")
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
         _log.info("starting from step %d of %s", step, folder)
 
@@ -268,7 +268,7 @@ class Checkpoints:
             if [set(options) for options in own] != theirs:
                 raise InvalidInputError(what, "optimizer.dense", self._config.optimizer.dense,
                                         "the dense optimizer of the saved run",
-                                        "set the same one, or train anew")
+                                        "set the same one, or start a new run")
             optimizer.load_state_dict(state)
             for group, options in zip(optimizer.param_groups, own, strict=True):
                 group.update(options)

@@ -195,7 +195,7 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
             assert pool.run(1, loadgen.Settings("Server", 50, 0.3, min_queries=8,
                                                 num_samples=8)).rate > 0
         os.kill(pools["torch"]._workers[0].process.pid, signal.SIGKILL)
-        with pytest.raises(OperError, match="a worker has failed during the run: contender='to"):
+        with pytest.raises(OperError, match="a worker failed during the run: contender='to"):
             pools["torch"].run(1, loadgen.Settings("Server", 50, 0.3, num_samples=8))
     finally:
         for pool in pools.values():

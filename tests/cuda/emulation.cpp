@@ -97,10 +97,12 @@ void check_access(const void* at) {
   if (side == Side::kKernel &&
       (owner == running.rank || (is_arena && (running.near >> owner & 1) != 0)))
     return;
-  std::fprintf(stderr, "emulation: %s %d accesses %s of device %d\n",
-               side == Side::kKernel ? "a kernel of device" : "host code for device",
-               side == Side::kKernel ? running.rank : device.rank,
-               is_arena ? "the arena" : "memory", owner);
+  const char* const what = is_arena ? "the arena" : "memory";
+  if (side == Side::kKernel)
+    std::fprintf(stderr, "emulation: a kernel of device %d accesses %s of device %d\n", running.rank,
+                 what, owner);
+  else
+    std::fprintf(stderr, "emulation: host code accesses %s of device %d\n", what, owner);
   std::abort();
 }
 

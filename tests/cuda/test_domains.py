@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oper.errors import InvalidInputError, OperError
-from oper.plan import Plan
+from oper.plan import Plan, uniform_plan
 from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.exchange import device_squares
 from oper.shmem.group.groups import ThreadGroup
@@ -225,6 +225,23 @@ def test_pulled_and_replicated_rows_and_column_pieces(
         found = rs.run_ranks(size, lambda g, plan=plan: counted(
             case, plan, steps, rs.OPTIMIZERS["rowwise_adagrad"], g, size == 2))
         assert_equal(case, plan, steps, found, size == 2)
+
+
+def test_rows_of_frozen_tables_are_not_refreshed(
+        emulation: pytest.MonkeyPatch, on_device: None) -> None:
+    case = small_case("sgd")
+    name = case.tables[0].name
+
+    def freeze(tables: Any) -> None:
+        tables.frozen = frozenset({name})
+        tables.start_counting()
+
+    for found in rs.run_ranks(2, lambda g: executed(
+            case, uniform_plan(case.tables, 2, "replicated"), rs.make_steps(case, 2, 1),
+            rs.OPTIMIZERS["sgd"], g, lambda tables: tables.traffic(), freeze)):
+        for kind in ("updated_rows", "refreshed_rows"):
+            of = dict(zip(found.tables, found.counts[KIND[kind]].sum(axis=1), strict=True))
+            assert of.pop(name) == 0 and any(of.values()), kind
 
 
 def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.MonkeyPatch) -> None:

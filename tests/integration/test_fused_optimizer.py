@@ -257,6 +257,13 @@ def test_a_state_of_other_tables_is_refused() -> None:
             mine.load_state_dict(theirs.state_dict())
         with pytest.raises(KeyError):
             CombinedOptimizer([mine]).load_state_dict(theirs.state_dict())
+    lars = oper.shard(collection(), optimizer=oper.LarsSGD(lr=0.1))
+    lars(kjt(torch.tensor([1, 1]))).values().sum().neg().backward()
+    with pytest.raises(ValueError, match=r"least number of 'a.momentum1'.*squares"):
+        adagrad.load_state_dict(lars.fused_optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"least number of 'a.momentum1'.*squares"):
+        CombinedOptimizer([adagrad]).load_state_dict(lars.fused_optimizer.state_dict())
+    assert not adagrad.state_dict()["state"]["embedding_bags.a.weight"]["a.momentum1"].any()
     del state["state"]["embedding_bags.a.weight"]
     with pytest.raises(ValueError, match=r"cannot load the state.*entries=\[\]"):
         model.fused_optimizer.load_state_dict(state)

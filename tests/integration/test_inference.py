@@ -383,7 +383,7 @@ def test_rows_have_types_by_hotness(batch, name) -> None:
         assert torch.equal(served(*batch), by_rows)
         served.close()
     for more in ({"stats": None}, {"row_dtype": "int8"}):
-        with pytest.raises(InvalidInputError, match="cannot choose types of rows"):
+        with pytest.raises(InvalidInputError, match="cannot choose row dtypes"):
             oper.publish(model(), name, **{"stats": stats, "error_budget": 1e-3, **more})
     with pytest.raises(InvalidInputError, match="stats='counts'"):
         oper.publish(model(), name, stats="counts", error_budget=1e-3)

@@ -305,7 +305,7 @@ def test_open_bandit(tmp_path: Path) -> None:
     uniform = np.full((random.actions.size, 46), 1 / 46)
     assert estimate(random, uniform).intervals["snips"].mean == pytest.approx(
         random.rewards.mean(), rel=1e-6)
-    with pytest.raises(InvalidInputError, match="groups of an action"):
+    with pytest.raises(InvalidInputError, match="groups of action"):
         load_bandit(tmp_path / "obd", BanditColumns(group="user_feature_0"))
     for wrong in (BanditColumns(action="x"), BanditColumns(propensity="x")):
         with pytest.raises(InvalidInputError, match="column"):

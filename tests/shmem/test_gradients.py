@@ -9,6 +9,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import nn
+from torch.autograd import forward_ad
 
 import oper
 from oper.errors import InvalidInputError
@@ -82,6 +83,16 @@ def test_skip_sets_the_samples_gradient_to_zero(bad: float) -> None:
     other(IDS).backward(grad)
     for mine, want in zip(rows_of(model), rows_of(other), strict=True):
         assert torch.equal(mine, want) and bool(torch.isfinite(mine).all())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tangent_of_weights_is_refused(grad: bool) -> None:
+    """Without gradients, it got lost."""
+    bag, weights = sharded("off", nn.EmbeddingBag(20, 4, mode="sum")), torch.ones(3, 2)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        with pytest.raises(InvalidInputError, match=r"with a tangent.*no forward-mode derivative"):
+            bag(IDS, per_sample_weights=forward_ad.make_dual(weights, weights))
+        assert bag(IDS, per_sample_weights=weights).shape == (3, 4)
 
 
 def test_weights_of_a_skipped_sample_get_no_gradient() -> None:

@@ -307,6 +307,57 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
         rs.assert_bitwise(empty, bad, "refused and empty")
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_learning_rate_that_is_no_number(every: int) -> None:
+    """It raises one error on its rank, of which the other group learns before it waits; another
+    number continues the training."""
+    def on_rank(groups: ReplicaGroups) -> None:
+        spec = TableSpec("t", 20, 4, ("f",), "sum", optimizer="sgd")
+        tables = open_in_group(groups, uniform_plan([spec], 1, "striped"), [("f", "t")],
+                               SGD(lr=1.0), {})
+        batch = rs.bags_of_one(torch.tensor([1]))
+        number = groups.whole.rank
+        expected: Any = nullcontext()
+        if number or every == 1:
+            expected = pytest.raises(InvalidInputError, match=r"lr of tables.*=None") if number \
+                else pytest.raises(PeerLostError, match="refused its batch")
+        tables.param_groups[0]["lr"] = None if number else 1.0
+        with expected:
+            tables.lookup(batch).sum().backward()
+        tables.param_groups[0]["lr"] = 1.0
+        tables.lookup(batch).sum().backward()
+        tables.param_groups[0]["lr"] = None
+        tables.replicas.synchronize()
+        assert tables.read("t")[1].tolist() == [-1.0 if every == 1 else -1.5] * 4
+        tables.close()
+
+    run_in_groups(on_rank, 1, every)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupted_update_leaves_no_gradients_behind(kind: type[BaseException]) -> None:
+    """Signals are handled when the operator that keeps the gradients has returned."""
+    def on_rank(groups: ReplicaGroups) -> None:
+        spec = TableSpec("t", 20, 4, ("f",), "sum", optimizer="sgd")
+        tables = open_in_group(groups, uniform_plan([spec], 1, "striped"), [("f", "t")],
+                               SGD(lr=1.0), {})
+        operator = tables._backward_op
+
+        def interrupted(*arguments: Any) -> Any:
+            operator(*arguments)
+            raise kind
+
+        tables._backward_op = interrupted
+        with pytest.raises(kind):
+            tables.lookup(rs.bags_of_one(torch.tensor([1]))).sum().backward()
+        tables._backward_op = operator
+        tables.lookup(rs.bags_of_one(torch.tensor([2]))).sum().backward()
+        assert tables.read("t")[1:3, 0].tolist() == [0.0, -1.0]
+        tables.close()
+
+    run_in_groups(on_rank, 1, 1)
+
+
 def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -> None:
     """The collection sharded later has been updated less often."""
     def step(trained: list[ShardedTables], shift: int = 0) -> None:

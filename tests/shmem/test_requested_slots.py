@@ -1,6 +1,7 @@
 """Slots in requests between memory domains: packed bits, and rows that do not exist."""
 
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_requests_for_rows_that_exist() -> None:
 def served(part: str, piece: int) -> torch.Tensor:
     assert part == "rows"
     return [torch.zeros(10, 4)][piece]
+
+
+def test_gradients_of_one_row_twice() -> None:
+    """The update merges the ranks' lists of slots, which must ascend."""
+    data, bits = bytearray(peer().recorded), slot_bits(30)
+    (head,) = (k for k in range(0, len(data) - 1023, 4)  # phase and number of the exchange
+               if struct.unpack_from("<3I", data, k) == (3, 3, 0))
+    counts = struct.unpack_from("<6I", data, head + 32)
+    assert counts[::3] == (1, 4)  # rows of the first two tables
+    at = head + 1024 + 4 + 4 * 4  # behind a slot and a row of the first one
+    (word,) = struct.unpack_from("<I", data, at)
+    second = word >> bits & 2**bits - 1
+    struct.pack_into("<I", data, at, word >> bits << bits | second)
+    with pytest.raises(OperError, match="has sent invalid data"):
+        peer().step(bytes(data))
 
 
 def test_packed_slots_that_do_not_exist() -> None:

@@ -1,4 +1,4 @@
-"""A training step allocates no new memory after the first steps."""
+"""A training step allocates no new memory after the first steps; sizes that vary do not add up."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.library import load
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -82,3 +83,15 @@ def test_a_step_allocates_no_new_memory(labels: str, mixed: bool, ahead: bool) -
         assert found["mappings"] <= 0, found
         # Outputs and offsets that are mapped anew take 3 to 5 faults a step even as huge pages.
         assert found["faults"] < 2 * STEPS, found
+
+
+def _growth_by_sizes(rank: int, world_size: int) -> int:
+    load()
+    before = _resident_bytes()
+    for huge_pages in range(1, 25):  # one block at a time, of 2 MiB to 48 MiB, 600 MiB in total
+        torch.ops.oper.pad_lengths(torch.empty(0, dtype=torch.int64), [0], huge_pages << 18)
+    return _resident_bytes() - before
+
+
+def test_blocks_of_all_sizes_are_not_kept() -> None:
+    assert max(run_world(1, _growth_by_sizes)) < 400 << 20

@@ -1,10 +1,15 @@
 """Threads of one process that use one rank's tables at the same time."""
 
 import gc
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +18,8 @@ from torch import nn
 import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.exchange.pull import choose_pull
+from oper.shmem.exchange.pull import PullCosts, choose_pull
+from oper.shmem.group import desync
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS
 from oper.shmem.tables import ShardedTables
@@ -238,6 +244,38 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(what: str) -> None
         thread.join()
 
 
+def test_a_child_finds_no_mutex_locked(tmp_path: Path) -> None:
+    source, program = Path(__file__).with_name("fork_mutex.cpp"), tmp_path / "program"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    subprocess.run([compiler, "-std=c++20", "-pthread", f"-I{source.parents[2] / 'csrc'}",
+                    str(source), "-o", str(program)], check=True)
+    subprocess.run([str(program)], check=True)
+
+
+def test_tables_are_dropped_while_a_thread_reads_their_barriers(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor's thread reads them; its errors would end it."""
+    class Tables(SimpleNamespace):
+        """Allows weak references."""
+
+    kept: list[Any] = [Tables(name="", specs={}, handle=k, is_watched=True, members=[0, 1])
+                       for k in range(2)]
+    register = desync.Register()
+    for tables in kept:
+        register.add(tables)
+    del tables
+
+    def read(handle: int) -> list[desync.BarrierState]:
+        kept.clear()
+        return [desync.BarrierState(arrivals, 3, 0, 0, 0, 0, 0) for arrivals in (2, 1)]
+
+    monkeypatch.setattr(desync, "barrier_states", read)
+    assert register.waits(0) == (1, 3)
+    assert register.waits(0) is None
+
+
 def test_a_child_forked_in_a_turn_ends_it() -> None:
     tables = _alone()
 
@@ -251,7 +289,8 @@ def test_a_child_forked_in_a_turn_ends_it() -> None:
 
 
 def test_concurrent_lookups_with_deduplicated_pull() -> None:
-    """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place."""
+    """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place. A
+    thread that chooses again waits for a lookup that uses them."""
     spec = _spec("sgd")
 
     def body(group: ThreadGroup) -> None:
@@ -265,7 +304,13 @@ def test_concurrent_lookups_with_deduplicated_pull() -> None:
                     ids = torch.arange(step, step + 500 + 100 * thread).remainder(ROWS)
                     out = tables.lookup(bags_of_one(ids))
                     assert torch.equal(out[:, 0], ids.float())
-            _at_once(3, look)
+            def choose(thread: int) -> None:
+                if thread < 3:
+                    return look(thread)
+                for step in range(200):
+                    choose_pull(tables, (True, False, PullCosts(0.5))[step % 3])
+
+            _at_once(4, choose)
         tables.barrier()
 
     run_ranks(2, body)

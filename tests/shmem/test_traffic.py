@@ -14,6 +14,7 @@ from oper.rows.traffic import KIND, KINDS, SENT, Traffic
 from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.search.replay.wire import WireReplay
 from oper.shmem.batch import Lookup
+from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.counters.phases import BUCKETS_US, PHASES
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
@@ -312,6 +313,29 @@ def test_ids_are_sent_again_only_if_they_differ() -> None:
 
 
 # ---- times of phases -----------------------------------------------------------------------------
+
+
+def test_rows_of_frozen_tables_neither_change_nor_are_refreshed() -> None:
+    case = rs.dlrm_case("sgd")
+    plan, steps = uniform_plan(case.tables, 2, "replicated"), rs.make_steps(case, 2, 1)
+    name = case.tables[0].name
+
+    def freeze(tables: ShardedTables) -> None:
+        tables.frozen = frozenset({name})
+        changed.append(ChangedRows(tables))
+
+    def read(tables: ShardedTables) -> tuple[Traffic, set[str]]:
+        (rows,) = (c.take() for c in changed if c.tables is tables)
+        assert rows is not None
+        return tables.traffic(), {tables.directories[k].table.name for k in rows if rows[k].size}
+
+    changed: list[ChangedRows] = []
+    for found, names in rs.run_ranks(2, lambda g: executed(
+            case, plan, steps, rs.OPTIMIZERS["sgd"], g, read, freeze)):
+        assert names and name not in names
+        for kind in ("updated_rows", "refreshed_rows"):
+            of = dict(zip(found.tables, found.counts[KIND[kind]].sum(axis=1), strict=True))
+            assert of.pop(name) == 0 and any(of.values()), kind
 
 
 def test_every_batch_is_counted() -> None:

@@ -82,7 +82,7 @@ struct Pool {
         end = bag < last ? next : kNever;
       }
     };
-    // Address of this lane's one of the rows that are fetched next, kSlots rows before they are
+    // Address of this lane's row among those that are fetched next, kSlots rows before they are
     // added.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
     unsigned coming = group.ballot(address != 0);

@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
     Row<Shape> row;
     optimizer.load_row(slot, row);
     optimizer.apply(g, squares, row, facts_of<typename Shape::T>(table, optimizer.kind(), slot));
-    if (table.has_replicas && group.lane == 0) note_touched(a.view, table, slot);
+    const bool is_frozen = a.optimizers[t].optimizer.kind == Optimizer::kNone;
+    if (table.has_replicas && !is_frozen && group.lane == 0) note_touched(a.view, table, slot);
   });
 }
 

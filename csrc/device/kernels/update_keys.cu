@@ -17,7 +17,7 @@ OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const
 }
 
 // One block begins the update: writes the bounds of the received keys, and advances clocks. If a
-// rank has refused its batch, there are none.
+// rank has refused its batch, there are no received keys, and clocks stay.
 __global__ void __launch_bounds__(256)
     begin_update_kernel(View view, KeyView keys, ReceivedKeys received,
                         const UpdateArgs* optimizers, const uint32_t* refused) {

@@ -25,7 +25,7 @@ void PhaseTimes::note(Phase what, int64_t begin_ns, int64_t end_ns, int64_t sent
   }
   if (!is_traced()) return;
   static thread_local const int64_t thread = syscall(SYS_gettid);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<ForkMutex> lock(mutex_);
   if (static_cast<int64_t>(spans_.size()) < most_.load() * kSpanWidth) {
     spans_.insert(spans_.end(), {what, begin_ns, end_ns, sent_bytes, thread});
   } else {
@@ -50,14 +50,14 @@ std::vector<int64_t> PhaseTimes::histograms(bool reset) {
 }
 
 void PhaseTimes::trace(int64_t most) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<ForkMutex> lock(mutex_);
   most_.store(most);
   spans_.clear();
   lost_ = 0;
 }
 
 std::vector<int64_t> PhaseTimes::take_spans() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<ForkMutex> lock(mutex_);
   std::vector<int64_t> result{lost_};
   result.insert(result.end(), spans_.begin(), spans_.end());
   spans_.clear();

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <vector>
 
+#include "common/fork_mutex.h"
+
 namespace oper::host {
 
 // The order is that of SPANS in oper/shmem/counters/phases.py.
@@ -57,7 +59,7 @@ class PhaseTimes {
   std::atomic<int64_t> total_ns_[kNumPhases] = {};
   std::atomic<int64_t> counts_[kNumPhases][kNumBuckets] = {};
   std::atomic<int64_t> most_{0};
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::vector<int64_t> spans_;
   int64_t lost_ = 0;
 };

@@ -156,6 +156,17 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
 
 // ---- checks of received data --------------------------------------------------------------------
 
+namespace {
+
+// Whether n slots ascend and are below `end`.
+bool ascend(const uint32_t* slots, int64_t n, int64_t end) {
+  bool found = n == 0 || slots[n - 1] < end;
+  for (int64_t i = 1; i < n; ++i) found &= slots[i - 1] < slots[i];
+  return found;
+}
+
+}  // namespace
+
 bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                          const char* const* arrays) const {
   const uint32_t* counts = messages.counts_from(r, t);
@@ -165,7 +176,12 @@ bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_
     return n == 0 || (bag[0] == 0 && bag[n - 1] < counts[2]);
   };
   if (phase == CollectivePhase::kRequests) return bags_fit(arrays[1], counts[0]);
-  if (phase == CollectivePhase::kGradients && context_.tables[t].is_pushed) {
+  if (phase == CollectivePhase::kGradients) {
+    // The update merges the ranks' slots in this order. It would find rows more than once, perhaps
+    // more of them than the list of updated rows holds.
+    const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+    if (!ascend(slots, counts[0], num_slots(context_.tables[t], context_.rank))) return false;
+    if (!context_.tables[t].is_pushed) return true;
     if (!Messages::is_before(counts[1])) return bags_fit(arrays[3], counts[1]);
     const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
     return bags_fit(before.bags, before.n);
@@ -175,11 +191,7 @@ bool Exchange::lists_fit(CollectivePhase phase, bool is_reply, int32_t r, int64_
   if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
   // The slots follow their number, and must ascend, since `refresh_replicas` searches them.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
-  if (slots[0] != counts[0]) return false;
-  for (uint32_t i = 1; i <= counts[0]; ++i)
-    if (slots[i] >= num_slots(context_.tables[t], r) || (i > 1 && slots[i] <= slots[i - 1]))
-      return false;
-  return true;
+  return slots[0] == counts[0] && ascend(slots + 1, counts[0], num_slots(context_.tables[t], r));
 }
 
 // ---- headers by which kernels find received data ------------------------------------------------

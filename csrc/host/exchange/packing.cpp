@@ -28,7 +28,8 @@ OPER_INLINE void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
-// The largest codes of a row with numbers that are not finite, from the largest one on.
+// In a row with numbers that are not finite, the kNotFinite largest codes stand for these, in
+// descending order of the codes.
 constexpr int kNotFinite = 3;
 constexpr float kStandsFor[kNotFinite] = {NAN, INFINITY, -INFINITY};
 

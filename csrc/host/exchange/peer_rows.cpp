@@ -9,6 +9,15 @@
 
 namespace oper::host {
 
+void PeerRows::choose(Choice choice, PullCosts costs) {
+  const std::lock_guard<std::mutex> lock(turn);
+  tables = std::deque<OfTable>(tables.size());
+  for (OfTable& of : tables) of.is_chosen = choice == kAlways;
+  choice_.store(choice);
+  costs_ = costs;
+  num_passes_ = 0;
+}
+
 bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
   const double bytes = static_cast<double>(table.row_bytes());
   const double ids = static_cast<double>(rows.num_ids), distinct = static_cast<double>(rows.num_rows);

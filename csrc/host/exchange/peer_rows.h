@@ -8,6 +8,7 @@
 // repeated rows.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -27,16 +28,17 @@ struct PullCosts {
 class PeerRows {
  public:
   enum Choice { kNever, kAlways, kMeasured };
-  PeerRows(const Context& context, Choice choice, PullCosts costs)
-      : tables(context.tables.size()), choice_(choice), costs_(costs) {
-    for (OfTable& of : tables) of.is_chosen = choice == kAlways;
-  }
+  explicit PeerRows(const Context& context) : tables(context.tables.size()) {}
+  // Waits for a lookup that copies rows.
+  void choose(Choice choice, PullCosts costs);
+  // Whether rows may be copied; if not, rows of other ranks are always read in place.
+  bool is_on() const { return choice_.load(std::memory_order_relaxed) != kNever; }
   // Copies peers' rows of the tables for which that was chosen, and sets FeatureBags::rows to the
   // addresses. Every kCountEvery passes it also counts distinct rows and chooses again.
   // `collective`: see `forward`. The caller must hold `turn` until the batch has been looked up;
   // lookups that cannot get it, because another is running, read rows in place.
   Status stage(Context& context, Batch& batch, bool collective);
-  std::mutex turn;
+  std::mutex turn;  // guards all members
 
   struct OfTable {
     int64_t num_ids = 0, num_rows = 0;  // ids of peers' rows and distinct ones, as last counted
@@ -49,8 +51,8 @@ class PeerRows {
   static constexpr int64_t kCountEvery = 256;  // forward passes
   bool pays(const Table& table, const DistinctRows& rows) const;
 
-  Choice choice_;
-  PullCosts costs_;
+  std::atomic<Choice> choice_{kNever};
+  PullCosts costs_{};
   int64_t num_passes_ = 0;
 };
 

@@ -3,7 +3,7 @@
 // compute in 16 lanes whatever the width of registers, never fuse a multiplication and an addition
 // on their own, and sum lanes in a fixed order.
 //
-// In this and the files it is compiled from, a bad id is one outside [0, number of rows).
+// In this file and in *.inl, a bad id is one outside [0, number of rows).
 #pragma once
 
 // The headers that kernels.inl needs. They must precede the target pragmas of kernels_*.cpp: the

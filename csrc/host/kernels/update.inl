@@ -385,7 +385,6 @@ template <bool kScaled>
 void update_rows(const Context& context, int32_t index, float gradient_scale) {
   const Table& table = context.tables[index];
   uint32_t* touched = table.has_replicas ? table.touched[context.rank] : nullptr;
-  if (touched) touched[0] = 0;
   const bool row_wise = is_row_wise(table.optimizer.kind);
   int64_t num_updated = 0;
   auto replicated = [&](int64_t slot) {
@@ -416,7 +415,10 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
 }
 
 void update(const Context& context, int32_t index, float gradient_scale) {
-  if (has_velocity_or_trust(context.tables[index].optimizer.kind))
+  const Table& table = context.tables[index];
+  if (table.has_replicas) table.touched[context.rank][0] = 0;
+  if (table.optimizer.kind == Optimizer::kNone) return;  // frozen: no row changes
+  if (has_velocity_or_trust(table.optimizer.kind))
     return update_rows<true>(context, index, gradient_scale);
   update_rows<false>(context, index, gradient_scale);
 }

@@ -191,7 +191,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
       return bucket.hash(at) == key.hash;
     });
-    // The key has got its row in an update after the lookup that did not find it.
+    // The key got its row in an update after the lookup that did not find it.
     if (slot >= 0 && !rules_.is_expired(bucket.ages[slot].clock, clock - 1)) {
       bucket.ages[slot] = rules_.seen(bucket.ages[slot], key.count, clock);
       continue;

@@ -23,8 +23,7 @@ struct PlaceCount {
 struct KeyCount {
   uint64_t hash, count;
 };
-// A row that was given to a new key; or -row and the key that has lost it, if no other key has got
-// it.
+// A row given to a new key; or -row and the key that has lost it, if no other key got it.
 struct NewRow {
   int64_t row, key;
 };

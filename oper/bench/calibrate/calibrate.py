@@ -423,7 +423,7 @@ def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def predicted_against_executed(samples: Sequence[Sample], topology: Topology) -> dict[str, Any]:
-    """Accuracy of the model's predicted steps.
+    """Accuracy of the step times that the model predicts.
 
     Returns:
         ``num_plans``; ``median_error`` (relative); ``spearman`` (rank correlation of a workload's

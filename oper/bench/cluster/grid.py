@@ -135,15 +135,15 @@ def _alone(args: argparse.Namespace) -> Topology:
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy of the predicted steps of contenders on OPER's runtime.
+    """Accuracy of the step times predicted for contenders on OPER's runtime.
 
     Counts the cases of the grid, or all cases if none of them is in the grid.
 
     Returns:
-        ``median_error``, ``worst_error``: relative to the executed step. ``num_predicted``: their
-        number. ``ordered``: among the ``num_ordered_pairs`` pairs of a case's contenders whose
-        executed steps differ by more than 5 %, the share whose order is predicted correctly. A
-        figure is None if there is nothing to count.
+        ``median_error``, ``worst_error``: relative to the executed step time. ``num_predicted``:
+        number of contenders compared. ``ordered``: among the ``num_ordered_pairs`` pairs of a
+        case's contenders whose executed step times differ by more than 5 %, the share whose order
+        is predicted correctly. A figure is None if there is nothing to count.
     """
     errors, pairs = [], []
     for entry in [e for e in entries if e.get("in_grid")] or entries:

@@ -123,7 +123,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--record``, a file for the record, and ``--json``; see `settle_flags`."""
+    """Add ``--record``, the file to write the record to, and ``--json``; see `settle_flags`."""
     parser.add_argument("--record", metavar="F", help="also write the record (JSON) to this file")
     parser.add_argument("--json", nargs="?", const=True, metavar="F",
                         help="print the record as JSON instead of a report (with F, deprecated: "
@@ -151,7 +151,7 @@ def command_line(args: argparse.Namespace, *words: str) -> list[str]:
 
 
 def rounded(value: Any) -> Any:
-    """A case's figures for the record: floats to six significant digits, NumPy's arrays and numbers
+    """A case's figures as recorded: floats to six significant digits, NumPy's arrays and numbers
     as Python's."""
     if isinstance(value, Mapping):
         return {name: rounded(x) for name, x in value.items()}

@@ -19,9 +19,9 @@ def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]
     Args:
         entries: the ``cases`` of a record.
         tables: for each table, the keys of its columns. Key ``a.b`` is item b of item a, and
-            ``a.*.b`` gives an entry one row per item of a. An entry appears in the first table
-            whose first column it has a figure for, otherwise on a separate line. Columns without
-            any figure are omitted.
+            ``a.*.b`` gives an entry one row per item of a. An entry goes into the first table of
+            which it can fill the first column, otherwise on a separate line. Columns without any
+            figure are omitted.
     """
     text, left = "", list(entries)
     for keys in tables:

@@ -49,7 +49,7 @@ class Settings:
     seed: int = 20240229
 
     def to_json(self) -> dict[str, Any]:
-        """For the record."""
+        """The settings as an entry of the benchmark record."""
         return {**asdict(self), "shortened": self.min_duration_s < MLPERF_MIN_DURATION_S}
 
 
@@ -70,7 +70,7 @@ class Result:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """For the record."""
+        """The result as an entry of the benchmark record."""
         return {"verdict": "VALID" if self.valid else "INVALID",
                 "queries_per_s": self.rate, "latency_ms": self.latency_ms, "notes": self.notes}
 

@@ -153,7 +153,7 @@ class Pool:
             stop.set()
             receiver.join()
         if lost:
-            raise OperError("a worker has failed during the run", "contender", self.kind,
+            raise OperError("a worker failed during the run", "contender", self.kind,
                             "a running worker", "see its log above")
         return result
 

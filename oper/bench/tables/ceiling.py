@@ -83,7 +83,7 @@ class Ceiling:
         pooling: ids per bag, padding included.
 
     Attributes:
-        settings: the fastest settings, set by `tune`, for the record.
+        settings: the fastest settings, found by `tune`, for the benchmark record.
     """
 
     def __init__(self, tables: ShardedTables, batches: Sequence[np.ndarray], pooling: int) -> None:

@@ -226,7 +226,7 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 
 def _describe(engine: Engine) -> list[dict[str, Any]]:
-    """Each table's name, rows and dim, and its rows by placement, for the record."""
+    """Each table's name, rows and dim, and its rows by placement, for the benchmark record."""
     modules: list[Any] = collections_of(engine.bare)
     return [{"name": entry.table.name, "num_rows": entry.table.num_rows, "dim": entry.table.dim,
              "rows": rows_by_placement([entry])}

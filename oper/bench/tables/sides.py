@@ -68,7 +68,7 @@ class Side:
         gradient: output gradient float32 [B, sum of dims], in the order of the collection's keys;
             None for a whole DLRM, whose loss gives the gradient.
         features: feature names in the order of the configuration.
-        plan: summary of the contender's plan, for the record.
+        plan: summary of the contender's plan, for the benchmark record.
         tables: OPER's tables; None for other contenders.
         pipeline: pipeline that trains OPER's DLRM in micro-batches, or None.
     """

@@ -88,8 +88,8 @@ class Verdict:
             x <= self.tolerance[k] for k, x in self.worst.items())
 
     def to_json(self) -> dict[str, Any]:
-        """The result for the record: ``passed``, ``max_relative_diff`` (None = infinite) and
-        ``tolerance``."""
+        """The result for the benchmark record: ``passed``, ``max_relative_diff`` (None = infinite)
+        and ``tolerance``."""
         worst = {k: None if x == math.inf else x for k, x in self.worst.items()}
         return {"passed": self.passed, "max_relative_diff": worst,
                 "tolerance": {k: self.tolerance[k] for k in self.worst}}

@@ -397,8 +397,8 @@ def filter_type(column: Column) -> pa.DataType:
 
 
 def compared(column: Column, array: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the fields of a text column [n] as a filter compares them, null where they are
-    missing; raises MalformedError."""
+    """Return the fields of a text column [n] in the form that a filter compares, null where they
+    are missing; raises MalformedError."""
     if column.multi:
         return without_missing(column, array)
     return _prepared(column, array) if column.missing else array

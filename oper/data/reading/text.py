@@ -113,8 +113,8 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
         elif convert.arrow_type(wanted[places[0]]) == convert.arrow_type(column):
             also.append((places[0], column))
         else:
-            raise InvalidInputError(f"recipe layout {layout.name!r}", "columns of one source",
-                                    [wanted[places[0]].name, column.name],
+            raise InvalidInputError(f"cannot read files in recipe layout {layout.name!r}",
+                                    "columns of one source", [wanted[places[0]].name, column.name],
                                     "the same type of number or text",
                                     "give them the same parse in the recipe")
     if missing:

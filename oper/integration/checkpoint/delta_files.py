@@ -90,8 +90,7 @@ class Delta:
 def base_of(checkpoint: Path) -> str:
     """Identify a checkpoint by CRC-32 and size of its file of checksums, or else of metadata.
 
-    Servers ask several times a second, so that the file is read only if it is another one than
-    before.
+    Servers ask several times a second, so the file is read again only if it has been replaced.
     """
     path = checkpoint / (CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA)
     about = path.stat()

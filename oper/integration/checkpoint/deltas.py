@@ -42,7 +42,7 @@ from oper.integration.checkpoint.delta_files import (
 )
 from oper.integration.checkpoint.files import place_of
 from oper.integration.checkpoint.folders import Ranks
-from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_never
+from oper.integration.checkpoint.on_demand import CHUNK_BYTES, is_divided, rows_never
 from oper.integration.checkpoint.saving import (
     Restored,
     collections_of,
@@ -332,7 +332,7 @@ class DeltaCheckpoints:
 
 def _is_part(value: Any) -> bool:
     """Whether a value is one of which every rank holds a part."""
-    return hasattr(value, "full_tensor") or type(value).__name__ == "ShardedTensor"
+    return is_divided(value) or type(value).__name__ == "ShardedTensor"
 
 
 def _refuse_parts(names: Iterable[str]) -> None:

@@ -171,7 +171,7 @@ class CheckpointReader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _MODULES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
         return super().find_class(module, name)
 
 
@@ -183,7 +183,7 @@ def _check_opcodes(data: bytes) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _FOREIGN_OPCODES or (
                 opcode.name.endswith("PUT") and int(argument or 0) not in range(count + 1)):
-            raise pickle.UnpicklingError(f"{opcode.name} {argument} is no part of a checkpoint")
+            raise pickle.UnpicklingError(f"{opcode.name} {argument} is not part of a checkpoint")
 
 
 def _problem(metadata: Any, folder: Path) -> tuple[str, Any, str] | None:
@@ -338,7 +338,7 @@ def _check_items(folder: Path, first: int, every: int) -> None:
     reader = CheckpointReader(folder)
     places = {(x.relative_path, x.offset): x
               for x in reader.read_metadata().storage_data.values()
-              if not x.transform_descriptors}  # e.g. compressed values are no archives
+              if not x.transform_descriptors}  # e.g. compressed values are not archives
     for key in sorted(places)[first::every]:
         with open(folder / key[0], "rb") as file:
             check_archive(file, f"cannot read the checkpoint {str(folder)!r}: {key[0]}",

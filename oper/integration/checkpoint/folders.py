@@ -54,7 +54,7 @@ class Folders:
 
     def check(self, what: str) -> None:
         """Raise InvalidInputError, beginning with `what`, if a folder that is removed or replaced
-        holds something else than a checkpoint, or than files of one that has not been completed.
+        holds anything but a checkpoint, or files of one that has not been completed.
         """
         for folder in (self._path, self.previous, self.saving):
             if os.path.lexists(folder) and not (

@@ -1,7 +1,7 @@
 """Optimizers that create the state of a parameter in their first step, such as `torch.optim.Adam`.
 
 ``torch.distributed.checkpoint`` reads only values that the present state contains. For an optimizer
-that has not made a step, it would silently skip the saved states of all parameters.
+that has not taken a step, it would silently skip the saved states of all parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from oper.errors import InvalidInputError
+from oper.integration.checkpoint.on_demand import is_divided
 from oper.integration.table_tensor import TableTensor
 
 _Path = tuple[Any, ...]
@@ -53,7 +54,7 @@ def missing_states(state: dict[str, Any], saved: Iterable[Sequence[Any]], optimi
                 sorted({str(p[n]) for p in found})[:8], "none, since TorchRec's optimizers load "
                 "only into a state that exists",
                 "use the optimizer of the run that saved; before loading, call init_state() of the "
-                "KeyedOptimizer of these parameters, or make a step")
+                "KeyedOptimizer of these parameters, or take a step")
     return found
 
 
@@ -76,7 +77,7 @@ def add_missing(state: dict[str, Any], metadata: Metadata, optimizer: Any) -> No
         number = str(path[2])
         if number.isdecimal() and int(number) < len(parameters):
             like: Any = parameters[int(number)]  # a DTensor, if it is divided among the ranks
-            if getattr(value, "shape", None) == like.shape and hasattr(like, "full_tensor"):
+            if getattr(value, "shape", None) == like.shape and is_divided(like):
                 value = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
         set_element(state, tuple(path), value)
 
@@ -88,7 +89,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def placeholder(metadata: Metadata, name: str) -> Any:
-    """Return a tensor to load the value `name` of a checkpoint into, or None if it is no tensor."""
+    """Return a tensor to load the value `name` of a checkpoint into, or None if it is not one."""
     item = metadata.state_dict_metadata[name]
     return (torch.empty(item.size, dtype=item.properties.dtype)
             if isinstance(item, TensorStorageMetadata) else None)

@@ -114,7 +114,8 @@ class TableRows:
         # A nested tensor has no shape.
         found = () if getattr(value, "is_nested", False) else tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
-            raise InvalidInputError(what, "shape", found, f"{tuple(self.shape)}",
+            raise InvalidInputError(what, "type, shape", (type(value).__name__, found),
+                                    f"a tensor of shape {tuple(self.shape)}",
                                     "load a state_dict of this model")
         if isinstance(value, torch.Tensor) and (
                 value.is_meta or value.layout != torch.strided or value.is_complex()
@@ -134,6 +135,12 @@ class TableRows:
 
     def __repr__(self) -> str:
         return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def is_divided(value: Any) -> bool:
+    """Whether a value is a ``DTensor``, of which every rank holds a part."""
+    # Without the import of torch.distributed.tensor, which programs of one process do not need.
+    return hasattr(value, "full_tensor")
 
 
 def note_rank(value: Any, rank: int) -> None:

@@ -92,7 +92,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     Raises:
         InvalidInputError: a value is neither a tensor nor plain, or one of these folders holds
-            something else than a checkpoint or its files.
+            anything but a checkpoint or its files.
         OperError: a rank could not write.
         PeerLostError, DeadlineError: a rank has exited or did not arrive in time.
 

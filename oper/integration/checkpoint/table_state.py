@@ -22,7 +22,13 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import InvalidInputError, fail, require
-from oper.integration.checkpoint.on_demand import CHUNK_BYTES, TableRows, chunk_bytes_of, note_rank
+from oper.integration.checkpoint.on_demand import (
+    CHUNK_BYTES,
+    TableRows,
+    chunk_bytes_of,
+    is_divided,
+    note_rank,
+)
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
@@ -155,7 +161,7 @@ def chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
         for begin, end in value.chunks():
             yield begin, value.read(begin, end)
         return
-    if getattr(value, "full_tensor", None) is None:
+    if not is_divided(value):
         yield 0, value
         return
     from torch.distributed.tensor import Shard
@@ -225,7 +231,7 @@ def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]
     """Return the entries of `wanted` that are DTensors, as texts for `errors_of_all`. Loading a
     DTensor is collective, so an entry must be one on all ranks or on none."""
     return [f"{key} as a plain tensor" for key in wanted
-            if hasattr(state_dict.get(key), "full_tensor")]
+            if is_divided(state_dict.get(key))]
 
 
 def all_ranks(tables: ShardedTables) -> Group:
@@ -310,10 +316,23 @@ def check_optimizer_entries(tables: ShardedTables, labels: Mapping[str, str], st
         for key, part in parts.items():
             with noting(errors):
                 TableRows(tables, name, part).check(found[key])
+                if part == OPTIMIZERS[kind].squares:
+                    _check_squares(what, key, found[key])
         with noting(errors):
             check_steps(what, found.get(f"{label}.step", 0))
         distributed_entries += not_plain(found, parts)
     refuse_states(errors_of_all(all_ranks(tables), distributed_entries, errors))
+
+
+def _check_squares(what: str, key: str, value: Any) -> None:
+    """Raise InvalidInputError, which begins with `what`, if sums or averages of squares in the
+    entry `key`, on this rank, are negative. ``momentum1`` may have the momenta of LarsSGD, of which
+    an update would take the square root."""
+    here = value.to_local() if is_divided(value) else value
+    if isinstance(here, torch.Tensor) and bool((here < 0).any()):
+        raise InvalidInputError(what, f"least number of {key!r}", float(here.min()),
+                                ">= 0, since these are sums or averages of squares",
+                                "pass the state of a table that has this optimizer")
 
 
 def refuse_states(errors: Sequence[str]) -> None:
@@ -483,7 +502,7 @@ def rank0_values(tables: ShardedTables, values: Any) -> Any:
     """Return rank 0's `values` if they are plain tensors and ranks disagree, as in DDP, else
     `values`. Collective."""
     if (tables.group.world_size == 1 or tables.group.is_local
-            or not isinstance(values, torch.Tensor) or hasattr(values, "full_tensor")):
+            or not isinstance(values, torch.Tensor) or is_divided(values)):
         return values
     data = values.detach().contiguous().cpu()
     sums = tables.group.all_gather(zlib.crc32(data.view(torch.uint8).numpy().data.cast("B")))

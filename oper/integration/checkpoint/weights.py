@@ -22,7 +22,7 @@ from oper.integration.checkpoint.files import (
     open_folder,
     path_of,
 )
-from oper.integration.checkpoint.on_demand import TableRows, rows_on_demand
+from oper.integration.checkpoint.on_demand import TableRows, is_divided, rows_on_demand
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.rows import CHUNK_ROWS
 from oper.tables import CODE_BITS, TableSpec
@@ -169,7 +169,7 @@ class Weights:
             for begin, end in value.chunks():
                 yield begin, value.read(begin, end)
             return
-        if getattr(value, "full_tensor", None) is not None:
+        if is_divided(value):
             raise InvalidInputError(f"cannot publish {key!r}", "value", type(value).__name__,
                                     "a tensor with all rows in this process",
                                     "save a checkpoint and publish its folder")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
+from oper.integration.checkpoint.on_demand import is_divided
 from oper.shmem.keys.directories import MOST_UPDATES
 from oper.shmem.keys.places import num_candidates, slots_of_keys
 from oper.shmem.keys.rules import DynamicTable
@@ -261,7 +262,7 @@ def _whole(entries: Mapping[str, Any], name: str) -> torch.Tensor:
     if name not in entries:
         raise _bad("entries", list(entries)[:4], f"one named {name!r}")
     value = entries[name]
-    if getattr(value, "full_tensor", None) is not None:
+    if is_divided(value):
         value = value.full_tensor()
     if not isinstance(value, torch.Tensor):
         raise _bad(name, type(value).__name__, "a tensor")

@@ -235,7 +235,7 @@ class RawKeys(nn.Module):
         self._size, self._buckets = module.output_size(), module.buckets()
 
     def forward(self, features: dict[str, Any], mutate_miss_lengths: bool = True) -> dict[str, Any]:
-        """Return the keys of `features`, by table."""
+        """Return `features`, a JaggedTensor of raw ids by table, with the ids' keys instead."""
         if self._hash is None:
             return features
         from torchrec.sparse.jagged_tensor import JaggedTensor

@@ -116,10 +116,12 @@ class TableOptimizer(FusedOptimizer):
         if self._loading is not None:  # by the base class; loading may still fail on a rank
             return
         self._tables.barrier()  # peers may still be reading
-        for table in self._weights:
-            entries = self._shown.pop(table, None)
-            if entries is not None:
-                load_optimizer_entries(self._tables, self._names[table], table, entries)
+        shown = [(t, self._shown.pop(t, None)) for t in self._weights]
+        found = {t: entries for t, entries in shown if entries is not None}
+        names = {t: self._names[t] for t in found}
+        check_optimizer_entries(self._tables, names, found)
+        for table, entries in found.items():
+            load_optimizer_entries(self._tables, names[table], table, entries)
         self._tables.flush_replicas()
 
     def step(self, closure: Any = None) -> None:

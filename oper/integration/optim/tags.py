@@ -97,7 +97,7 @@ def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
     for ours, theirs in (("lr", {"learning_rate"}), ("betas", {"beta1", "beta2"})):
         twice = sorted(theirs & given.keys())
         if ours in given and twice:
-            raise InvalidInputError(_WHAT, f"{name}: {ours} besides {twice}", given[ours],
+            raise InvalidInputError(_WHAT, f"{name}: {ours} together with {twice}", given[ours],
                                     "either torch's or FBGEMM's name of an argument",
                                     f"leave out {twice}")
     if not given.pop("gradient_clipping", False):

@@ -199,8 +199,9 @@ class Interactions:
         return at[at < self.train_stop[self.users]]
 
     def popularity(self, positive: bool = False) -> np.ndarray:
-        """Count the training interactions of each item, int64 [num_items], descending from id 1; or
-        only the positive ones, in no order."""
+        """Count the training interactions of each item, int64 [num_items]; from id 1 on, items with
+        more interactions come first. With `positive`, count only positive interactions, whose
+        numbers are in no order."""
         rows = self.training_rows()
         if positive:
             rows = rows[self.rewards[rows] > 0]

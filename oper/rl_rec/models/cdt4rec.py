@@ -31,7 +31,7 @@ representation of the history on which the reward of *any* action can be regress
 
 Interleaved backbone (``backbone="interleaved"``, an ablation): tokens g_1, s_1, a_1, g_2, ... in
 one causal pre-LN transformer; phi_t is the output at s_t. Here phi_t depends on g_t, which contains
-r_t, so the reward head is no outcome model. ``reward_weight=0`` gives the Decision Transformer.
+r_t, so the reward head is not an outcome model. ``reward_weight=0`` gives the Decision Transformer.
 
 Loss over the steps: mean CE(score_t, i_t) + reward_weight * mean BCE or (r^_t(i_t) - r_t)^2; the
 first term may be gBCE instead. Item rows are only looked up by id; the normaliser of the
@@ -298,7 +298,7 @@ class CDT4Rec(Recommender):
                                    embedding_dim=config.user_dim)])
 
     def warm_up(self, num_steps: int) -> int:
-        """Return the number of first steps that train on logged returns: with
+        """Return the number of initial steps that train on logged returns: with
         ``returns="estimated"`` a third of the steps, otherwise 0."""
         return third_of(num_steps) if self.config.returns == "estimated" else 0
 

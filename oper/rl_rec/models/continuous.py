@@ -90,7 +90,7 @@ class ContinuousCDT4Rec(nn.Module):
         self.estimate_returns = self.value is not None and 3 * step >= num_steps
 
     def phi(self, batch: Trajectories) -> torch.Tensor:
-        """Compute phi, float32 [B, T, D]."""
+        """Compute the backbone's output phi (`cdt4rec`) before each action, float32 [B, T, D]."""
         found: torch.Tensor = self.backbone(
             self.state(batch.states), self.action(batch.actions),
             batch.rewards / self.reward_scale, self._as_input(batch.returns))

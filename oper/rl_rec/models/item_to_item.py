@@ -26,7 +26,7 @@ class EASEConfig(ModelConfig):
     """Configuration of EASE.
 
     Attributes:
-        l2: weight of the penalty on B.
+        l2: weight of the penalty on the squared weights B, see the module docstring.
     """
 
     l2: PositiveAmount = 250.0

@@ -91,7 +91,7 @@ class SQN(SASRec):
         self.weigh = False
 
     def warm_up(self, num_steps: int) -> int:
-        """Return the number of first steps whose loss is not weighted by the advantage: with
+        """Return the number of initial steps whose loss is not weighted by the advantage: with
         ``actor="advantage"`` a third of the steps, otherwise 0."""
         return third_of(num_steps) if self.config.actor == "advantage" else 0
 

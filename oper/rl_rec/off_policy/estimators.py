@@ -66,7 +66,16 @@ class Groups:
     behaviour: np.ndarray
 
     def weights(self, log: LoggedBandit, target: np.ndarray) -> np.ndarray:
-        """Compute v, float64 [N], for the target policy pi(a | x_n) [N, num_actions]."""
+        """Compute MIPS's weights v, float64 [N], see the module docstring.
+
+        Args:
+            log: the log.
+            target: the target policy pi(a | x_n), float64 [N, num_actions].
+
+        Raises:
+            InvalidInputError: a policy or `of_action` does not fit the log, or the behaviour
+                policy never shows a logged group.
+        """
         for name, probabilities in (("behaviour", self.behaviour), ("target", target)):
             _check_policy(probabilities, (log.actions.size, log.num_actions), name)
         if self.of_action.shape != (log.num_actions,) or (self.of_action < 0).any():

@@ -115,9 +115,11 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
 def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray:
     """Return each action's group, renumbered from 0; raises InvalidInputError if it varies."""
     _, first = np.unique(actions, return_index=True)
-    if (groups != groups[first][actions]).any():
-        raise InvalidInputError(what, "groups of an action", "several", "one for all rows",
-                                "name a column that belongs to the item")
+    differs = groups != groups[first][actions]
+    if differs.any():
+        raise InvalidInputError(what, f"groups of action {actions[differs][0]}",
+                                np.unique(groups[actions == actions[differs][0]])[:8].tolist(),
+                                "one group in all rows", "name a column that belongs to the item")
     return without_gap(groups[first])[0]
 
 

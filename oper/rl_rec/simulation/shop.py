@@ -58,7 +58,7 @@ def _network(*sizes: int) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """Parameters of whether and when customers return.
+    """Parameters that decide whether and when customers return.
 
     The second attribute of a page is interpreted as the time spent on it. Satisfaction u is the
     moving average of this time over the pages so far, divided by its maximum; it starts at 1/2. At

@@ -50,7 +50,7 @@ def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float
         tree: a tree that has only its root; changed in place.
         part: a part of a proof for the same kinds of plans, perhaps of another problem. Branchings
             on tables that this one lacks, and loads that it does not have, are left out.
-        step_us: cutoff: the known plan's step, without barriers; only faster plans are bounded.
+        step_us: cutoff, the known plan's step time without barriers: only faster plans are bounded.
         scale: factor for the loads at which the proof branches.
     """
     first, relaxation = tree.root.bound, tree.bound.relaxation

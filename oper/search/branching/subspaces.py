@@ -26,7 +26,7 @@ from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables; with more, each tree takes so long that fewer are better
-_NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # share of a step below which barriers are negligible
+_NEGLIGIBLE, _NEGLIGIBLE_OF_MANY = 1e-3, 1e-2  # barriers up to this share of the bound are ignored
 _LEAST_SHARE = 1 / 8  # share of the work for every tree, once the first is done
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
@@ -48,8 +48,7 @@ class Subspace:
             differs from problem to problem.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain,
             microseconds.
-        cutoff_us: the smallest cutoff so far, microseconds: only plans with a smaller step are
-            bounded.
+        cutoff_us: the smallest cutoff so far, microseconds: only faster plans are bounded.
         root_us: the bound before any branching, independent of cutoffs, microseconds.
     """
 
@@ -73,12 +72,12 @@ class Subspace:
 
     @property
     def lower_bound_us(self) -> float:
-        """A lower bound on the step of every plan of the part, microseconds."""
+        """A lower bound on the step time of every plan of the part, microseconds."""
         return min(self.uncapped_us, self.cutoff_us)
 
     @property
     def uncapped_us(self) -> float:
-        """The best tree's bound; it bounds only plans with a step below `cutoff_us`."""
+        """The best tree's bound; it bounds only plans with a step time below `cutoff_us`."""
         return max(x.bound.lower_bound_us for x in self.trees) + self.extra_us
 
     @property
@@ -124,10 +123,10 @@ class Subspace:
         return True
 
     def branch(self, step_us: float, goal_us: float, deadline: float | None) -> None:
-        """Branch once to raise the bound of all plans with a step below `step_us`.
+        """Branch once to raise the bound of all plans with a step time below `step_us`.
 
         Args:
-            step_us: the step of a known plan, microseconds.
+            step_us: the step time of a known plan, microseconds.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
@@ -154,8 +153,8 @@ class Subspace:
     def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
         """Branch as a proof of a similar problem did, to bound plans faster than `step_us`.
 
-        The loads at which that proof branched are multiplied by `scale`: the step of a plan in this
-        problem divided by its step in that one.
+        The loads at which that proof branched are multiplied by `scale`: a plan's step time in this
+        problem divided by its step time in that one.
         """
         self.cutoff_us = min(self.cutoff_us, step_us)
         loads = {tuple(load_name(self.bound.relaxation, x)): x for x in self._loads}

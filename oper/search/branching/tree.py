@@ -4,7 +4,7 @@ Limits on the load of the largest piece raise the bound of both children: below 
 are small and pay many id streams and partial sums; above it, the piece lengthens its phase. A table
 that the relaxed solution pushes in part pays only a part of the fixed charges for pushing; in the
 two children it pays all of them, or none. The node with the least bound is branched on until the
-bound is close enough to the step of the known plan.
+bound is close enough to the step time of the known plan.
 
 Which load (a phase and a group of terms) or table is branched on decides how fast the bound rises.
 Several candidates are solved for a few rounds, and the one with the largest product of gains is
@@ -37,7 +37,7 @@ _ROUND = 20  # cost of a round besides pricing, in tables priced: measured with 
 _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on
 _CLOSE = 0.05  # tolerance of a node, relative to the gap that is left
-_CLOSEST, _LOOSEST = 1e-4, 0.01  # limits of that tolerance, relative to the step
+_CLOSEST, _LOOSEST = 1e-4, 0.01  # limits of that tolerance, relative to the step time
 _IDLE = 0.05  # least price of a resource when the costs of tables are compared
 #: Added to the price of a load's resource when branchings at loads are compared. Of several
 #: resources that take equally long, often only one has a price, although a large piece lengthens
@@ -122,7 +122,7 @@ class SearchTree:
 
         Args:
             max_nodes: approximate number of relaxations to solve.
-            step_us: cutoff, the step of a known plan; only faster plans are bounded.
+            step_us: cutoff, the step time of a known plan: only faster plans are bounded.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """

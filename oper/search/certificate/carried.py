@@ -6,8 +6,8 @@ of the problem for which its bound was computed, and its gap is certified only i
 * the digest equals that of the problem that the plan is evaluated for,
 * the plan fits, satisfies the constraints and is in the relaxed space,
 * its hottest rows are those of the statistics, in their order, and
-* the bound is not above the plan's step. This is tested before the bound is limited to the step,
-  so that an error of the planner is reported instead of hidden.
+* the bound is not above the plan's step time. This is tested before the bound is limited to that
+  time, so that an error of the planner is reported instead of hidden.
 
 The plan also stores the proof: branch-and-bound trees and the prices of their leaves. `verify_plan`
 checks the proof without any of the code that computed it.

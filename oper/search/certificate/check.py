@@ -47,9 +47,9 @@ class Verdict:
     Attributes:
         certified: whether the bound stored in the plan holds.
         why: the reason if it does not hold, else "".
-        step_us: the plan's modelled step, evaluated again.
+        step_us: the plan's modelled step time, evaluated again.
         bound_us: the least bound of all leaves; NaN if it was not computed.
-        cutoff_us: the step of a known plan, if leaves bound only plans below it; else infinite.
+        cutoff_us: step time of a known plan, if leaves bound only faster plans; else infinite.
         num_leaves: number of leaves of all trees.
     """
 
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def gap(self) -> float:
-        """(step - bound) / bound, from the values computed here; NaN if not certified."""
+        """(step time - bound) / bound, from the values computed here; NaN if not certified."""
         if not self.certified:
             return math.nan
         return max(0.0, self.step_us / self.lower_bound_us - 1.0)

@@ -91,7 +91,7 @@ class Checker:
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
     def bound(self, leaf: Leaf, fixed_us: float) -> float:
-        """Return a lower bound on the step of the leaf's plans, microseconds.
+        """Return a lower bound on the step time of the leaf's plans, microseconds.
 
         Args:
             leaf: the leaf. Prices that add up to more than 1 in some phase are scaled down.

@@ -15,7 +15,7 @@ OWNER_INEQUALITIES = READER, SPREAD, APART = "reader", "spread", "apart"
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step.
+    """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step time.
 
     Attributes:
         least, most: float64 [P, 5], limits on the largest load of any pushed piece, microseconds.

@@ -7,8 +7,8 @@ ways with owners of one class, or is pushed. Costs of a piece of width w:
 * rows in several tiers cost more per id, and still more if some of them are pushed; a table may
   have pieces with and without pushed rows, and the latter pay the lesser charge here;
 * pushed rows need partial sums, which are concave in the mass (share of the table's lookups) of one
-  owner. If an owner holds at most m, owners with a total mass q cost no less than floor(q / m) full
-  owners and one with the remainder;
+  owner. If an owner holds at most m, owners with a total mass q cost at least as much as
+  floor(q / m) full owners and one with the remainder;
 * an owner of only a part of a piece sends requests to itself for its own ids.
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or

@@ -1,4 +1,4 @@
-"""The modelled step of one plan: phases, their loads on every rank, and the memory needed.
+"""The modelled step time of one plan: phases, every rank's loads in them, and the memory needed.
 
 Phases of a training step (barriers between them) and the work of each rank:
 
@@ -8,14 +8,13 @@ Phases of a training step (barriers between them) and the work of each rank:
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
 * backward: every rank reduces the bag gradients of each distinct pulled row into its send buffer.
-* update: owners read the send buffers of all ranks, and the bag gradients of pushed rows, which
-they
-  reduce; they merge them and apply the optimizer, for which the owners of a row's column pieces
-  send each other their sums of squares if the optimizer keeps one state per row; a replicated row
-  is updated by the holder of its master copy, which then writes all other copies.
+* update: owners read the send buffers of all ranks, and reduce the bag gradients of pushed rows;
+  they merge these gradients and apply the optimizer. If it keeps one state per row, the owners of
+  a row's column pieces send each other their sums of squares for this. A replicated row is updated
+  by the holder of its master copy, which then writes all other copies.
 * refresh (between hosts whose links differ): changed rows are sent to copies on other hosts, once
-  all gradients have arrived. With equal links, this takes all ranks equally long, because masters
-  are assigned round-robin, and is part of update.
+  all gradients have arrived. With equal links, this takes all ranks equally long, because master
+  copies are assigned round-robin, and is part of update.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Phase:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The modelled step of one plan.
+    """The modelled step of one plan: its phases and memory.
 
     Attributes:
         phases: the phases in order.
@@ -116,8 +115,8 @@ class Evaluation:
 
     @property
     def score(self) -> tuple[float, float]:
-        """(overflow of the fullest memory, as a share of it; modelled step in microseconds). Of two
-        plans, the one with the lexicographically smaller score is better."""
+        """(overflow of the fullest memory, as a share of it; modelled step time in microseconds).
+        Of two plans, the one with the lexicographically smaller score is better."""
         return max(0.0, self.fullest - 1.0 - 1e-9), self.step_us
 
     @property

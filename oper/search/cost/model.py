@@ -189,9 +189,9 @@ class CostModel:
         return self._in_host(self.shard_rows(t, width, owner), t, width, owner, "pull")
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """The load vector of one tier of a column piece, without partial sums; if it is replicated
-        on some of the ranks, with the messages and memory of copies on all ranks, see
-        `subset_load_vector`. Arguments and result as for `shard_rows`."""
+        """The load vector of one tier of a column piece, without partial sums. With replicas on
+        some ranks only, it has the messages and memory of replicas on all ranks, which
+        `subset_load_vector` corrects. Arguments and result as for `shard_rows`."""
         kind = tier.placement if tier.placement == "replicated" else tier.mode
         out = {"replicated": self.replica_rows, "pull": self.shard_rows,
                "push": self.push_rows}[kind](t, width, owner)
@@ -517,7 +517,7 @@ class CostModel:
         return fixed
 
     def evaluation(self, vector: LoadVector) -> Evaluation:
-        """The modelled step, from the load vector of an entire plan (`base` included)."""
+        """The modelled step time, from the load vector of an entire plan (`base` included)."""
         units = self.units(vector)
         seconds = self.machine.seconds(units)
         fixed = self.fixed_us(vector)

@@ -27,7 +27,7 @@ class Bottleneck:
         is_cut: whether the table is split by columns.
         move: the placement that would shorten the step most if only this tier were moved, or "" if
             no move shortens it.
-        saves_us: by how much `move` shortens the entire step, microseconds.
+        saves_us: microseconds by which `move` shortens the step.
     """
 
     table: str
@@ -89,8 +89,8 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
                rest: LoadVector, found: Evaluation) -> tuple[str, float]:
-    """The alternative placement of tier `n` of piece `i` (`place`) with the shortest step that fits
-    the memory, and that step in microseconds; ("", infinity) if there is none."""
+    """The other placement of tier `n` of piece `i` (`place`) with the least step time among those
+    that fit the memory, and that time in microseconds; ("", infinity) if there is none."""
     i, n = place
     best = ("", np.inf)
     for tier in _placements(model.problem, t, entry.pieces[i].tiers[n], found):

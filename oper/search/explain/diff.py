@@ -1,4 +1,4 @@
-"""Comparison of two plans: which tables are placed differently, and the effect on the step."""
+"""Comparison of two plans: which tables are placed differently, and the effect on the step time."""
 
 from __future__ import annotations
 

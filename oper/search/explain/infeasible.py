@@ -1,4 +1,4 @@
-"""Explanation why no plan fits: memory needed and available, the largest table, and the smallest
+"""Explains why no plan fits: memory needed and available, the largest table, and the smallest
 change with which a plan fits."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan's summary as text: its modelled step by phase, rank and term."""
+"""A plan's summary as text: its modelled step time by phase, rank and term."""
 
 from __future__ import annotations
 

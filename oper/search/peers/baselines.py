@@ -66,7 +66,7 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
 
 def score_peers(problem: Problem, seed: int = 0,
                 others: Mapping[str, Plan | None] | None = None) -> dict[str, float]:
-    """Modelled step in microseconds by planner (`peers` and `others`), of the plans that fit.
+    """Modelled step time (us) by planner (`peers` and `others`), of the plans that fit.
 
     Args:
         problem: the problem.

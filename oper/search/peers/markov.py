@@ -64,7 +64,7 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
 
 
 def _cost(found: Evaluation) -> float:
-    """The modelled step in microseconds, with a penalty if memory overflows."""
+    """The modelled step time in microseconds, with a penalty if memory overflows."""
     over = float(np.maximum(found.memory_used - 1.0, 0.0).sum())
     return found.step_us * (1.0 + _OVERFLOW * over)
 

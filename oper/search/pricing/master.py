@@ -1,7 +1,7 @@
 """The certified lower bound: a column-generation master over configurations of tables.
 
 The master chooses for every table a convex combination of configurations so that the sum of the
-phase times is minimal and memory suffices (Dantzig and Wolfe 1960). Its dual values are the prices
+phase times is minimal and no memory overflows (Dantzig and Wolfe 1960). Its duals are the prices
 of the resource rows; each table's pricing problem returns its cheapest configuration at these
 prices (`Node.price`). The bound is then recomputed from the prices: any prices that are
 non-negative and sum to at most 1 over each phase certify it, whatever status the solver reports.
@@ -27,7 +27,7 @@ MAX_ROUNDS = 200  # limit of rounds of column generation
 _SEVERAL = 4e-4  # least tolerance if ranks differ: prices of several classes converge slowly
 _KEPT = 4  # cheapest configurations per table that a child inherits, besides the solution's
 _NEVER = 1e15  # microseconds: the bound of a node without plans
-_ELASTIC = 1e3  # cost of missing memory, relative to the step of the first configurations
+_ELASTIC = 1e3  # cost of missing memory, relative to the step time of the first configurations
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A certified lower bound on the modelled step of the plans of a node.
+    """A certified lower bound on the modelled step time of the plans of a node.
 
     Attributes:
         lower_bound_us: no plan of the node is faster; 0 if nothing was proved.
@@ -315,7 +315,7 @@ class _Master:
         self.num_columns += number
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
-        """Relaxed step (us), missing memory and raw prices [R]; None if the solver finds no
+        """Relaxed step time (us), missing memory and raw prices [R]; None if the solver finds no
         optimum."""
         optimal = highspy.HighsModelStatus.kOptimal
         self.highs.run()

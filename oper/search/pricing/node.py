@@ -41,7 +41,8 @@ class PieceChoice:
         kind: type (width) of pushed pieces, an index among the table's types.
         mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
         choice: int64 [num_blocks of the table], option of each block.
-        amount: float64 [M, 4], features of the table's rows by option.
+        amount: float64 [M, 4], for each option the features (`oper.search.problem.statement`) of
+            the rows that have it.
     """
 
     share: float
@@ -70,7 +71,7 @@ class Columns:
     """The solutions of all tables' pricing problems.
 
     Attributes:
-        configurations: by table, the cheapest configuration; None if a known one is no costlier.
+        configurations: by table, the cheapest configuration; None if a known one costs no more.
         resources: float64 [T, R], consumption of the resource rows; 0 for None.
         value: float64 [T], a lower bound of each table's cost over all configurations at the given
             prices; infinite if the node has no configuration of it.
@@ -222,7 +223,7 @@ class Node:
             "price": r.of_sums[:, classes] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
-            # If the columns are no multiple of the step, unpushed pieces next to pushed ones are
+            # If a dim is not a multiple of `COLUMN_STEP`, unpushed pieces next to pushed ones are
             # not priced; such a table is treated as undecided, which is a valid relaxation.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
                 (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
@@ -290,7 +291,7 @@ class Node:
         """The cheapest type of pushed pieces for each placement.
 
         Args:
-            amount: float64 [N, M, 4], features by option.
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
             tables: int64 [N], the table of each placement.
             prices: float64 [R].
 
@@ -321,11 +322,10 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """Return what features, placed by option, consume of each resource, without fixed charges,
-        if owners are full.
+        """Return what rows consume of each resource, without fixed charges, if owners are full.
 
         Args:
-            amount: float64 [N, M, 4], features by option.
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
             tables: int64 [N], the table of each entry.
             kind: int64 [N], type of its pushed pieces.
             others: float64 [N, 1], columns of the table divided by those of one piece, for rows

@@ -74,8 +74,9 @@ class Constraints:
         keep_apart: groups of tables; no rank holds rows of two tables of a group.
         memory_bytes: limit of the memory for tables and their buffers per rank: one number for all
             ranks, one number per rank, or None. For a memory domain the limits of its ranks add up.
-        reserve_bytes: memory left free for dense parameters and activations: one number for every
-            rank, or one per rank.
+        reserve_bytes: memory left free for dense parameters and activations and, on several GPUs,
+            for chains of gradients (docs/how-to/gpu.md#memory): one number for every rank, or one
+            per rank.
     """
 
     tables: Annotated[Mapping[str, TableConstraint], _TABLES] = field(default_factory=dict)
@@ -290,10 +291,7 @@ def units(value: Constraints) -> dict[str, str]:
 
 
 def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
-    """Yield the constraints with one part removed that restricts memory or placement.
-
-    Yields:
-        Name of the part removed, and the remaining constraints.
+    """For each part that restricts memory or placement, yield its name and the other constraints.
     """
     if held.memory_bytes is not None:
         yield "memory_bytes", replace(held, memory_bytes=None)

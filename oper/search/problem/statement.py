@@ -111,7 +111,7 @@ class TableProblem:
 
     @property
     def num_bags(self) -> float:
-        """Expected bags per rank and batch. Every id of an unpooled table is one, as at runtime."""
+        """Expected bags per rank and batch. Each id of an unpooled table counts as a bag."""
         return self.traffic.num_ids if self.spec.pooling == "none" else self.traffic.num_bags
 
     @property

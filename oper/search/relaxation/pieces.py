@@ -1,4 +1,4 @@
-"""Pushed pieces: how much of a table one owner may hold if the step length is limited.
+"""Pushed pieces: how much of a table one owner may hold if the step time is limited.
 
 A mean over ranks spreads a pushed table over all of them for the price of one id stream and one
 partial sum per bag. A plan cannot do that: an owner receives the ids of every column piece that it
@@ -57,7 +57,7 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
     dim = t.spec.dim
     if not split:
         return [(dim, dim)]
-    # Multiples of the step, and the columns that remain next to them.
+    # Multiples of `COLUMN_STEP`, and the columns that remain next to them.
     widths = np.array([w for w in range(dim - 1, MIN_COLUMNS - 1, -1)
                        if w % COLUMN_STEP == 0 or (dim - w) % COLUMN_STEP == 0], np.int64)
     if not widths.size:
@@ -120,7 +120,7 @@ class Pieces:
         #: bool [T], whether the table may be cut by columns.
         self.cut = np.array([len(w) > 1 for w in self.widths], bool)
         #: int64 [T], columns that pieces must add up to; 0 if the table has one piece, or a dim
-        #: that is no multiple of the step.
+        #: that is not a multiple of `COLUMN_STEP`.
         self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0)
                                  for t, w in zip(tables, self.widths, strict=True)], np.int64)
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)

@@ -14,8 +14,8 @@ host memory) or pushed. A piece of width w of a table of D columns consumes w / 
     + partial sums of pushed rows                       concave in the mass of one owner
 
 with s = D / w, the number of id streams; the other names are attributes of `Relaxation`, and `ids`
-are the pushed ids. These are all charges of the cost model (`CostModel.whole_table`) but messages
-with sums of squares (`expected_squares`), without which the bound is lower and still valid.
+are the pushed ids. These are all charges of the cost model (`CostModel.whole_table`) except
+messages with sums of squares (`expected_squares`), without which the bound is lower but valid.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class Relaxation:
             of their own, so that the relaxation represents the rows that this host owns.
 
     Attributes:
-        tables: the free tables (pinned tables are part of `base`).
-        options: the options.
+        tables: the T free tables (pinned tables are part of `base`).
+        options: the M options.
         allowed: bool [T, M], whether a table may use an option.
-        features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
+        features: float64 [num_blocks, 4], the features (`oper.search.problem.statement`) of the
+            rows of each block of all tables; `table_of` int64 [num_blocks], the block's table;
+            `starts` int64 [T + 1], each table's first block.
         coefficients: float64 [T, M, 4, R], consumption per unit of each feature, by option, with
             one column piece.
         per_stream: float64 [T, M, 4, R], what every further column piece adds to `coefficients`.
@@ -246,7 +248,7 @@ class Relaxation:
         return self.phase_of.size
 
     def amounts(self, choice: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Features by option of entire tables whose blocks are placed by `choice`.
+        """Row features by option of entire tables whose blocks are placed by `choice`.
 
         Args:
             choice: int64 [num_blocks], option of each block.
@@ -280,6 +282,14 @@ class Relaxation:
         return out
 
     def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Consumption of the resource rows by features by option (float64 [N, M, 4]) of tables
-        (int64 [N]) as one column piece, without partial sums and fixed charges; float64 [N, R]."""
+        """Consumption of the resource rows by tables that are one column piece, without partial
+        sums and fixed charges.
+
+        Args:
+            amount: float64 [N, M, 4], row features by option, see `PieceChoice`.
+            tables: int64 [N], the table of each entry.
+
+        Returns:
+            float64 [N, R].
+        """
         return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))

@@ -65,7 +65,7 @@ class Packed:
     Attributes:
         parts: for each table, its parts in column order.
         units: number of units that each rank owns of the pulled rows of its class.
-        step_us: modelled step including barriers, assuming that all rows that are not pushed are
+        step_us: modelled step time with barriers, assuming that all rows that are not pushed are
             spread evenly.
         num_moves: number of moves tried.
         arrays: the result in the layout of the native search, from which another run can continue.
@@ -425,7 +425,7 @@ class Annealing:
         Args:
             max_moves: number of moves of pieces to try; in addition, at most as many changes of
                 layouts are tried.
-            goal_us: stop when the modelled step has reached this.
+            goal_us: stop when the modelled step time has reached this.
             seed: equal seeds give equal results unless `seconds` ends the search.
             seconds: time limit; 0 = none.
             start: result of another run to continue from; None = several short searches. One of

@@ -62,7 +62,7 @@ class CandidatePool:
         relaxation: the relaxation.
         candidates: the candidates of each table.
         resources: float64 [N, R] for each table, consumption of the resource rows.
-        amounts: float64 [N, O, 4] for each table, features by option.
+        amounts: float64 [N, O, 4] for each table, row features by option (`Relaxation`).
         pick: int64 [T], index of the chosen candidate.
         total: float64 [R], consumption of the chosen candidates and of the node's base.
         full: share of each memory that candidates may fill; 1 minus a margin for uneven stripes and
@@ -256,7 +256,8 @@ class CandidatePool:
                 return
 
     def refine(self, rng: np.random.Generator, target: float) -> None:
-        """Coordinate descent over boundaries between candidates, on a finer grid every round."""
+        """Coordinate descent over tier boundaries between those of good candidates, on a grid that
+        gets finer each round, until the score is at most `target` microseconds or hardly falls."""
         for _ in range(_REFINEMENTS):
             before = self.score
             if before <= target:

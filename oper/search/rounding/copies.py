@@ -30,7 +30,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
     """Distribute the copies of placements over the ranks of each host.
 
     Tiers are cut into parts, and the parts are assigned by local search: each in turn, the largest
-    first, goes to the rank that gives the shortest step. Ranks of a host are treated as equal.
+    first, goes to the rank that gives the least step time. Ranks of a host are treated as equal.
 
     Args:
         relaxation: the cost model and the tables.

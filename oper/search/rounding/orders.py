@@ -24,8 +24,8 @@ from oper.search.rounding.placing import Placement, evaluated, plan_load_vector
 
 _SQUARINGS = 8  # a sum of powers with exponent 2**8 approximates the load of the slowest rank
 _MIN_GAIN = 1e-6  # least relative improvement for a swap to be made
-# A pass over all stripes that shortens the step by a smaller share is the last one. With 100 tables
-# on 128 ranks, the first pass gains 1.5 %, all further ones 0.03 %.
+# A pass over all stripes that lowers the step time by less than this share is the last one. With
+# 100 tables on 128 ranks, the first pass gains 1.5 %, all further ones 0.03 %.
 _MIN_GAIN_OF_PASS = 1e-3
 _ROOT = 0.5 ** _SQUARINGS
 
@@ -43,7 +43,7 @@ def order_ranks(relaxation: Relaxation, placements: Sequence[Placement],
     before = search.placements()
     search.run(over)
     found = search.placements()
-    # The search minimises an approximation of the step, so the exact step may have become longer.
+    # The search minimises an approximate step time, so the exact one may have become longer.
     return min(found, before, key=lambda x: evaluated(relaxation, x).score)
 
 
@@ -172,8 +172,8 @@ def _powers(x: np.ndarray) -> np.ndarray:
 
 
 def _smoothed(loads: np.ndarray) -> float:
-    """Return the approximate step: the sum over phases of an approximate maximum of the loads,
-    float64 [P, 8, W], over groups and ranks."""
+    """Return the approximate step time: the sum over phases of an approximate maximum of the
+    loads, float64 [P, 8, W], over groups and ranks."""
     most = loads.max(axis=(1, 2), keepdims=True).clip(1e-30)
     return float((most[:, 0, 0] * _powers(loads / most).sum(axis=(1, 2)) ** _ROOT).sum())
 

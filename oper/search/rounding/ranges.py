@@ -23,7 +23,7 @@ _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128  # shares of a range's lookups 
 _MAX_TIERS = 8  # upper limit of the tiers of a piece
 _MOST_RANKS = 8  # candidate owners tried for a range, least loaded first
 _TRIALS = 4000  # upper limit of the moves tried
-_MIN_GAIN = 1e-5  # least relative improvement of the step for a move to be accepted
+_MIN_GAIN = 1e-5  # least relative improvement of the step time for a move to be accepted
 
 
 def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],

@@ -78,7 +78,7 @@ class Found:
 
     @property
     def step_us(self) -> float:
-        """Modelled step, microseconds."""
+        """Modelled step time, microseconds."""
         return self.evaluation.step_us
 
     @property
@@ -95,7 +95,7 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         bounds: solved relaxations of nodes of the problem, in ascending order of their bounds.
         effort: limits of the search.
         lower_us: lower bound of the entire problem, of which the nodes may be a part.
-        target_gap: stop when step / lower_us - 1 is at most this.
+        target_gap: stop when step time / lower_us - 1 is at most this.
         seed: seed of the search; equal seeds give equal placements unless a deadline ends it.
     """
     goal, close = (lower_us * (1.0 + x * target_gap) for x in (1.0, _CLOSE))

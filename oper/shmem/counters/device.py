@@ -98,7 +98,7 @@ class DeviceCounters:
             at = torch.searchsorted(keys, torch.from_numpy(ends).to(keys.device)).tolist()
             for k, n in enumerate(np.diff(at).tolist()):
                 self._add("gradient_rows", k, self._rank, n)
-                self._add("updated_rows", k, self._rank, n)
+                self._updated(k, n)
             return
         lists = step.lists(self._size)
         for k, d in enumerate(self._of_key):
@@ -106,9 +106,13 @@ class DeviceCounters:
             for r in range(self._size):
                 self._add("gradient_rows", k, r, int(lists[r, k + 1] - lists[r, k]) * (1 + rounds))
             slots = step.merged_slots(self._of_key, k, self._rank)
-            self._add("updated_rows", k, self._rank, slots.size)
+            self._updated(k, slots.size)
             if rounds:
                 self._squares(k, slots)
+
+    def _updated(self, k: int, count: int) -> None:
+        if self._of_key[k].table.name not in self._tables.frozen:
+            self._add("updated_rows", k, self._rank, count)
 
     def _squares(self, k: int, slots: np.ndarray) -> None:
         tables, d = self._tables, self._of_key[k]
@@ -128,8 +132,8 @@ class DeviceCounters:
             self._add("squares", k, r, n)
 
     def refreshes(self) -> None:
-        """Count masters that this rank has copied into its replicas; called after all ranks'
-        updates."""
+        """Count the changed master copies that this rank has copied into its replicas; called after
+        all ranks' updates."""
         refreshed = self._tables.num_refreshed
         for k, d in enumerate(self._of_key):
             held = [x for x in d.tiers if x.tier.placement == "replicated"

@@ -9,7 +9,9 @@ collectives of torch.distributed (NCCL if available) send them.
 Collectives need message sizes that only the device knows: each phase waits for the device once or
 twice, and such steps cannot be captured in a CUDA graph. Gradients of pushed rows are reduced by
 row before they are sent, like all others; the host back end sends bag gradients instead. The sums
-are the same. Arrays "in the order of keys" list the tables as `device_context_order` returns them.
+are the same. A row's *key* is the number by which kernels sort rows (`Table` in
+csrc/device/device.h), not a raw id. Arrays "in the order of keys" list the tables, or their column
+pieces, as `device_context_order` returns them.
 """
 
 from __future__ import annotations

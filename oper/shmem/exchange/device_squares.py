@@ -81,9 +81,10 @@ class PieceRows(NamedTuple):
     Attributes:
         table: the name of the table.
         piece: index of the piece among those of the table.
-        keys: indices of the table's pieces in the order of keys.
+        keys: int64 [pieces], for each piece of the table its index in the order of keys, see
+            `oper.shmem.exchange.device`.
         slots: int64 [n], the rows' slots.
-        owners, owner_slots: int64 [pieces, n], who owns each piece of a row, and its slot there.
+        owners, owner_slots: int64 [pieces, n], rank that owns each piece of a row, and slot there.
         summing: int64 [n], index of the piece whose owner adds up the row's sums.
     """
 

@@ -128,8 +128,8 @@ class Exchange:
         return 0
 
     def check(self, code: int, detail: int) -> tuple[int, int]:
-        """Raise the error for a status code of an operator if peers or the transport failed;
-        returns other codes and their detail."""
+        """Raise the error of a status code that an operator returned with `detail`, if it means
+        that a peer or the transport failed; return other codes and their detail unchanged."""
         at = self._transport.at
         if self._error is not None:
             error, self._error = self._error, None

@@ -128,23 +128,30 @@ class Register:
     def barriers(self) -> dict[int, list[BarrierState]]:
         """Return the barrier states of all ranks by number of the collection, for all collections
         whose barriers this process can read."""
-        found = {}
-        for number, tables in sorted(self._live.items()):
-            if not tables.is_watched:
-                continue
-            with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
-                if states := barrier_states(tables.handle):
-                    found[number] = states
-        return found
+        return {number: states for number, _, states in self._watched()}
 
     def waits(self, rank: int) -> CollectivePhase | None:
         """Return the phase in which a rank of this memory domain waits for other ranks of the
         domain, or waited when it aborted; None if it does not wait."""
-        for number, states in self.barriers().items():
-            mine = states[self._live[number].members.index(rank)]
+        for number, tables, states in self._watched():
+            mine = states[tables.members.index(rank)]
             if _is_ahead(mine, states):
                 return CollectivePhase(number, mine.phase)
         return None
+
+    def _watched(self) -> Iterator[tuple[int, Collection, list[BarrierState]]]:
+        """Yield number, tables and barrier states of the collections whose barriers this process
+        can read, in the order of their numbers."""
+        # A list of references, since other threads may create and drop collections meanwhile.
+        for reference in self._live.valuerefs():
+            tables = reference()
+            if tables is None or not tables.is_watched:
+                continue
+            states: list[BarrierState] = []
+            with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
+                states = barrier_states(tables.handle)
+            if states:
+                yield reference.key, tables, states
 
 
 def _is_ahead(state: BarrierState, states: list[BarrierState]) -> bool:

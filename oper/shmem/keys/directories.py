@@ -111,7 +111,7 @@ class Keys:
 
     Raises:
         InvalidInputError: a table cannot be dynamic.
-        OperError: memory does not suffice for the directories.
+        OperError: there is not enough memory for the directories.
     """
 
     def __init__(self, tables: Tables, rules: Mapping[str, DynamicTable]) -> None:

@@ -61,7 +61,7 @@ class DeviceKeys(Keys):
 
     Raises:
         InvalidInputError: a table cannot be dynamic, or there are several memory domains.
-        OperError: memory does not suffice for the directories.
+        OperError: there is not enough memory for the directories.
     """
 
     def __init__(self, tables: Any, rules: Mapping[str, DynamicTable], seen_bytes: int) -> None:

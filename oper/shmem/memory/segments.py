@@ -1,4 +1,4 @@
-"""Anonymous shared memory: creation, mapping, and the error if memory does not suffice."""
+"""Anonymous shared memory: creation, mapping, and the error if there is too little of it."""
 
 from __future__ import annotations
 

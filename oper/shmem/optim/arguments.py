@@ -25,6 +25,8 @@ from oper.shmem.optim.optimizers import (
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE, _TABLES = itemgetter("lr"), itemgetter("tables")
+# Errors of float(group["lr"]); RuntimeError: a tensor of several numbers.
+_NO_NUMBER = (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError)
 # Settings that torch's optimizers read from parameter groups, and those of OPER's optimizers.
 _SETTINGS = frozenset({
     "alpha", "amsgrad", "beta1", "beta2", "betas", "dampening", "decoupled", "eps", "eta",
@@ -64,12 +66,19 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
     return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
+def rates_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the learning rates of parameter groups; NaN for those that are missing or no number.
+    """
+    try:
+        return [*map(float, map(_RATE, groups))]  # the usual case
+    except _NO_NUMBER:
+        return [*map(_rate, groups)]
+
+
 def _rate(group: Mapping[str, Any]) -> float:
-    """Return a group's learning rate; NaN if it is missing or no number."""
     try:
         return float(group["lr"])
-    # RuntimeError: a tensor of several numbers.
-    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
+    except _NO_NUMBER:
         return math.nan
 
 
@@ -151,10 +160,7 @@ class KernelArguments:
         """
         if not all(map(_SETTINGS.isdisjoint, groups)):
             _check_settings(groups, self._optimizers)
-        try:
-            rates = [*map(float, map(_RATE, groups))]
-        except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
-            rates = [*map(_rate, groups)]
+        rates = rates_of(groups)
         try:
             named = [*map(tuple, map(_TABLES, groups))]
         except (TypeError, LookupError):

@@ -31,13 +31,14 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or (
             ids.shape != (values.shape[0],)) or (ids.size and not (
             int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
-        raise InvalidInputError(what, "ids",
-                                (type(ids).__name__, tuple(ids.shape), ids[:4].tolist()),
+        raise InvalidInputError(what, "ids", ids if not isinstance(ids, np.ndarray) else
+                                (ids.dtype.name, ids.shape, ids.ravel()[:4].tolist()),
                                 f"a NumPy array, int64 [{values.shape[0]}] in [0, {spec.num_rows})",
-                                "pass ids of the rows")
+                                "pass the ids of the rows as such an array")
     if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
-        raise InvalidInputError(what, "ids", "some occur twice", "distinct ids",
-                                "pass only the last row of each id")
+        distinct, counts = np.unique(ids, return_counts=True)
+        raise InvalidInputError(what, "repeated ids", distinct[counts > 1][:4].tolist(),
+                                "distinct ids", "pass only the last row of each id")
     return stored_rows(what, layout, name, ids, values)
 
 

@@ -106,7 +106,7 @@ class Publisher:
         page_kind: page size of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
 
     Raises:
-        OperError: memory does not suffice, or another publisher of this user has the name.
+        OperError: there is not enough memory, or another publisher of this user has the name.
     """
 
     def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],

@@ -28,6 +28,7 @@ from oper.shmem.batch import (
     raise_status,
     recorder,
     refuse_recording,
+    refuse_tangent,
     refuse_weight_gradient,
 )
 from oper.shmem.by_feature import BoundsCheck
@@ -180,6 +181,8 @@ class PublishedTables(BufferRows):
         if recorder() is not None:
             refuse_recording()
         refuse_weight_gradient(batch)
+        if batch.weights is not None:
+            refuse_tangent(batch.weights)
         return self.bounds.repair(batch, self.device)
 
     def resolve(self, batch: Lookup) -> Lookup:

@@ -44,7 +44,7 @@ class Counterparts:
             release()
 
     def rank_of(self, group: int) -> int:
-        """Return the number, among all ranks, of this rank's counterpart in a group."""
+        """Return the global rank of this rank's counterpart in a group."""
         mine = self._groups.mine
         return group * mine.world_size + mine.rank
 

@@ -34,6 +34,7 @@ from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError
 from oper.messages import number_bytes
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
+from oper.shmem.optim.arguments import rates_of
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
 from oper.shmem.replica_groups.changes import SynchronizedRows
@@ -127,10 +128,11 @@ class Synchronizer:
         self._since = 0
         self.is_late = False  # whether the group has skipped the update that should synchronize
         self.last_update = -self._counterparts.number  # until the first one, see `late`
-        # See `refused`: updates, also skipped ones, since the model's collections were joined;
-        # whether batches leave out collections; and whether a refused one may have left out this.
+        # See `refused`: number of updates, also skipped ones, since the model's collections were
+        # joined; whether batches leave out collections; whether a refused batch may have left out
+        # this collection.
         self.counted, self.is_uneven, self.is_assumed = 0, False, False
-        self._has_differed = False  # whether ranks have frozen others, see `_adopt_skipped`
+        self._has_differed = False  # whether ranks froze different tables, see `_adopt_skipped`
         self._under_way: _UnderWay | None = None
         # Whether `takes` is running, this group has refused its update, a synchronization failed.
         self._is_inside = self._has_refused = self._is_broken = False
@@ -205,21 +207,26 @@ class Synchronizer:
                 if tables.keys is not None:
                     tables.keys.leave(passed.batch, passed.frozen)
                 tables.step(passed, updates=False)
-            except Exception:
-                if not self._has_refused:
+            except BaseException as error:  # perhaps of a signal, after gradients were kept
+                self._drop_gradients()
+                if isinstance(error, Exception) and not self._has_refused:
                     self.refuse_update()
                 raise
             try:
                 add_up(tables, self._counterparts, self.groups.counterparts.rank, self.groups.bits,
                        partial(self._exchange_numbers, _GRADIENTS))
             except BaseException:
-                torch.ops.oper.lookup_forget(tables.handle)
-                tables.drop_in_family()
+                self._drop_gradients()
                 raise
             tables.step(passed.without_samples())
         finally:
             self._is_inside = False
         return True
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients kept for an update that this rank does not make. Not collective."""
+        torch.ops.oper.lookup_forget(self.tables.handle)
+        self.tables.drop_in_family()
 
     def exchange_keys(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Send a message about keys, int64 [n], to the counterparts and return theirs.
@@ -257,12 +264,13 @@ class Synchronizer:
 
     def note_refused(self, differ: bool = False) -> None:
         """Count the update that this rank's group skips because one of its ranks has refused the
-        batch, see `refused.note_refused`. Nothing to do if ``every = 1``: no group updates then."""
+        batch, see `refused.note_refused`. Does nothing if ``every = 1``: then no group updates."""
         if self.groups.every > 1:
             note_refused(self, differ)
 
     def count_skipped(self, differ: bool) -> None:
-        """Count an update that this rank's group skips, `differ`: since frozen tables differ."""
+        """Count an update that this rank's group skips. `differ`: whether the ranks of the group
+        have frozen different tables."""
         self._since, self.counted = self._since + 1, self.counted + 1
         self.is_late |= self._since >= self.groups.every
         self._has_differed |= differ
@@ -484,8 +492,7 @@ class Synchronizer:
                 differ between the counterparts.
         """
         tables = self.tables
-        settings = repr((sorted(tables.frozen), self._accumulates,
-                         [float(group["lr"]) for group in tables.param_groups]))
+        settings = repr((sorted(tables.frozen), self._accumulates, rates_of(tables.param_groups)))
         skipped = repr(sorted(tables._skipped.items()))
         checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
         if self._has_differed:
