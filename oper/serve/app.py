@@ -32,7 +32,7 @@ class Exchange:
 
     Attributes:
         send: sends the answer, after the answers to earlier requests of the connection.
-        since: time at which its first byte arrived, as `time.monotonic` returns it.
+        since: time at which its first byte was read, as `time.monotonic` returns it.
         method, path, headers: the request; header names are in lower case.
         size: size of the body in bytes.
         body: the body; empty if it is larger than `ServeOptions.max_bytes`.
@@ -80,7 +80,8 @@ class App:
         self.counted = WorkerMetrics(shared, place, predictor)
         self.batcher = Batcher(predictor, options.batching, self.counted.observe_batch)
         self.in_flight = 0
-        self._signature, self._should_close = predictor.signature, should_close
+        self._predictor, self._should_close = predictor, should_close
+        self._signature = predictor.signature
         model = f"/v2/models/{self._signature.name}"
         self._infer_path = f"{model}/infer"
         # Health: a worker gets connections only while it is ready.
@@ -175,7 +176,8 @@ class App:
         request = wire.decode_request(exchange.body, length, self._signature)
         exchange.body = b""
         if not request.num_samples:
-            self._send_scores(exchange, request, np.zeros(0, np.float32), 0)
+            self._send_scores(exchange, request, np.zeros(0, np.float32),
+                              int(self._predictor.epoch))
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
         self.batcher.submit(PendingRequest(

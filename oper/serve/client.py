@@ -149,8 +149,8 @@ class Client:
             Scores, float32 [B].
 
         Raises:
-            InvalidInputError: `dense` is not numbers, or ids or lengths are not integers or have
-                another shape.
+            InvalidInputError: `dense` is not numbers, ids or lengths are not integers or have
+                another shape, or a feature's lengths do not add up to the number of its ids.
             ServerError: the server refuses the request, e.g. for an unknown feature (status 400).
             DeadlineError: there is no answer within `timeout_s`.
         """
@@ -159,7 +159,8 @@ class Client:
         except (ValueError, TypeError) as error:
             raise InvalidInputError("cannot score", "dense", str(error), "numbers, [B, num_dense]",
                                     "pass an array of numbers") from None
-        given = [*features.items(), *(user or {}).items()]
+        # Without samples, no sample has the user's bags.
+        given = [*features.items(), *((user or {}).items() if dense.shape[0] else ())]
         names = [name for name, _ in given]
         require("cannot score", "pass names of the model's features",
                 ("features", names, all(isinstance(n, str) for n in names), "names of type str"))
@@ -169,11 +170,18 @@ class Client:
             pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
             require("cannot score", "pass an array of ids, or ids and lengths",
                     (f"values of {name!r}", len(pair), len(pair) == 2, "2, ids and lengths"))
-            ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
+            mine = _whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1)
             counts = _whole(f"lengths of {name!r}", pair[1], np.int32)
             if counts.shape != (size,):
                 raise InvalidInputError("cannot score", "shape of lengths", counts.shape,
                                         f"({size},), one per sample", "give one length per sample")
+            # The server knows only the ids of all features together, and would take surplus ids of
+            # one feature for missing ids of the next.
+            total = int(counts.sum())
+            require("cannot score", "pass one id per sample, or ids and their lengths",
+                    (f"number of ids of {name!r}", mine.size, mine.size == total,
+                     f"{total}, the sum of its lengths"))
+            ids.append(mine)
             lengths[k, :size] = counts
         request = Request(dense, lengths, np.concatenate(ids),
                           tuple(range(len(features), len(names))))

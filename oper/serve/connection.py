@@ -21,7 +21,9 @@ from oper.serve.app import App, Exchange
 from oper.serve.requests import ServerError
 
 log = logging.getLogger("oper.serve")
-_READ_BYTES = 256 << 10
+_READ_BYTES = 256 << 10  # read at once of an announced body
+# Read at once otherwise: all requests in it are answered before other connections are served.
+_SHORT_READ_BYTES = 16 << 10
 _MAX_HEAD = 64 << 10  # bytes
 _FRAMING = 8  # maximum encoded size relative to max_bytes; a one-byte chunk takes six bytes
 _PATIENCE = 4  # larger bodies, relative to max_bytes, are refused before they are read
@@ -39,7 +41,7 @@ class Connection:
         closed: called with the connection once it is closed.
 
     Attributes:
-        since: time at which the current request's first byte arrived, or at which the connection
+        since: time at which the current request's first byte was read, or at which the connection
             became idle.
         is_extra: whether its requests are refused while there are too many connections.
     """
@@ -66,6 +68,7 @@ class Connection:
         self._request = Exchange(self._flush)
         self._url, self._parts = b"", list[bytes]()
         self._announced, self._in_body, self._expects = 0, False, False
+        self._waits = False  # the client sends the body after "100 Continue"
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -84,11 +87,17 @@ class Connection:
         self._announced = int(announced) if announced.isdigit() else 0
         # HTTP/1.0 has no such headers, and its clients would take this line for the answer.
         self._expects = b"expect" in headers and self._parser.get_http_version() == "1.1"
-        if self._expects and not self._pending and not self._ends and (
-                self._announced <= self._app.options.max_bytes):
+        self._waits = self._expects and self._announced <= self._app.options.max_bytes
+        self._ask_for_body()
+
+    def _ask_for_body(self) -> None:
+        """Send "100 Continue" if the client waits for it and has its earlier answers."""
+        if self._waits and self._in_body and not self._pending and not self._ends:
+            self._waits = False
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
+        self._waits = False
         self._request.size += len(body)
         if self._request.size <= self._app.options.max_bytes:
             self._parts.append(body)
@@ -124,7 +133,9 @@ class Connection:
             if events & selectors.EVENT_WRITE:
                 self._send(b"")
             if events & selectors.EVENT_READ:
-                self._receive(self._socket.recv(_READ_BYTES))
+                self._receive(self._socket.recv(self._read_bytes()))
+                if self._in_body and not self._ends:  # most likely the rest has arrived, too
+                    self._receive(self._socket.recv(self._read_bytes()))
         except BlockingIOError:
             pass
         except OSError:  # the client has gone
@@ -133,6 +144,11 @@ class Connection:
             log.exception("a connection failed")
             self.abort()
         self._watch()
+
+    def _read_bytes(self) -> int:
+        """Return the number of bytes to read next."""
+        left = self._announced - self._request.size if self._in_body else 0
+        return max(_SHORT_READ_BYTES, min(left, _READ_BYTES))
 
     def _watch(self) -> None:
         """Close the connection if its last answer has been sent; otherwise wait until the socket
@@ -222,6 +238,7 @@ class Connection:
             if exchange.ends:
                 self._ends = True
                 pending.clear()
+        self._ask_for_body()
         if not self._unread:
             self.since = time.monotonic()
         self._watch()

@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
 _SAMPLES = tuple(float(1 << k) for k in range(15))
 _REQUESTS = tuple(float(1 << k) for k in range(9))
-# Consecutive stages of a request: first to last byte received; decoded and checked; batch begun;
+# Consecutive stages of a request: first to last byte read; decoded and checked; batch begun;
 # scored; answer written.
 STAGES = ("receive", "decode", "wait", "score", "answer")
 # Of a scoring request, by the HTTP status of the answer; 0 = none, as the client has gone.
@@ -87,10 +87,11 @@ _ANSWERED = Metric("oper_requests", "counter", "Requests by outcome; gone = the 
                    "before the request was complete.", "outcome",
                    tuple(dict.fromkeys(_OUTCOMES.values())))
 _LATENCY = Metric("oper_request_seconds", "histogram", "Time from a complete request to its "
-                  "scores.", buckets=_LATENCY_S)
+                  "scores, without its wait in the socket for the end of the batch under way.",
+                  buckets=_LATENCY_S)
 _STAGE = Metric("oper_stage_seconds", "histogram", "Time of each stage of a request: receive "
-                "(first byte to the whole request), decode, wait (for its batch), score, answer.",
-                "stage", STAGES, _LATENCY_S)
+                "(first byte read to the whole request), decode, wait (for its batch), score, "
+                "answer.", "stage", STAGES, _LATENCY_S)
 _BATCH_SAMPLES = Metric("oper_batch_samples", "histogram", "Samples scored together.",
                         buckets=_SAMPLES)
 _BATCH_REQUESTS = Metric("oper_batch_requests", "histogram", "Requests scored together.",
@@ -210,7 +211,7 @@ class WorkerMetrics:
         """Record a scored request.
 
         Args:
-            begin: time at which its first byte arrived, as `time.monotonic` returns it.
+            begin: time at which its first byte was read, as `time.monotonic` returns it.
             ends: time at which each of its `STAGES` ended.
             samples: number of its samples.
             epoch: epoch of the weights.

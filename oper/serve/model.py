@@ -184,7 +184,8 @@ class AttachedModel:
         features = kjt_of(batch, self.signature.features)
         with self._served.pinned() as epoch:  # `ServedModel` disables gradients
             logits = self._served(torch.from_numpy(batch.dense), features, *shared)
-            return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
+            # NumPy has no bfloat16.
+            return torch.sigmoid(logits.reshape(-1).float()).numpy(), int(epoch)
 
     def keys_read(self) -> dict[str, tuple[int, int]]:
         return {} if self._keys_read is None else dict(self._keys_read.counts)

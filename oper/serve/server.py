@@ -18,7 +18,13 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
-from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
+from oper.errors import (
+    DeadlineError,
+    InvalidInputError,
+    MissingDependencyError,
+    OperError,
+    require,
+)
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.metrics import SUPERVISOR, Shared
 from oper.serve.options import ServeOptions
@@ -134,7 +140,9 @@ class Server:
     @property
     def counts(self) -> dict[str, int]:
         """The supervisor's counters by name. ``weights_lag_us`` is the time in microseconds from
-        the training step of the last published delta to its use; 0 for full weights."""
+        the training step of the last published delta to its use; 0 for full weights. Raises
+        InvalidInputError before the start."""
+        self._check_started("the server has no counts")
         return {name: int(getattr(self._counts, name)) for _, name, _ in SUPERVISOR}
 
     def start(self, signals: Signals | None = None) -> Self:
@@ -185,7 +193,8 @@ class Server:
         Concurrent calls publish one after another.
 
         Raises:
-            InvalidInputError: the model is not a `Source`, or the weights are invalid.
+            InvalidInputError: the model is not a `Source`, the server has not been started, or the
+                weights are invalid.
             DeadlineError: workers still read older weights, after a minute or when the server
                 stops.
         """
@@ -194,6 +203,7 @@ class Server:
             raise InvalidInputError("cannot publish new weights", "model",
                                     type(self.model).__name__, "one with prepare()",
                                     "serve a PublishedModel")
+        self._check_started("cannot publish new weights")
         with self._publishing, futures.ThreadPoolExecutor(1, "oper-publish", _be_nice) as thread:
             begin = time.monotonic()
             try:
@@ -214,6 +224,9 @@ class Server:
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
         return epoch
+
+    def _check_started(self, what: str) -> None:
+        require(what, "call start()", ("state", "not started", self._thread is not None, "started"))
 
     def _stop_waiting(self) -> None:
         """If the server is to stop, end a wait of a publication for workers."""

@@ -37,7 +37,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INPUTS = {"dense": "FP32", "lengths": "INT32", "ids": "INT64"}
 _MAX_HEADER = 1 << 20  # bytes of JSON in front of binary tensors
-_MAX_DIMS = 8
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 62  # dimensions of a tensor, and size of each
 _LARGE = int(np.finfo(np.float64).max)
 
 
@@ -124,8 +124,9 @@ def decode(body: bytes, header_length: int | None, direction: str
             raise bad_request("repeated tensor", name, "unique names")
         if datatype not in DTYPES:
             raise bad_request(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
-        if any(x < 0 for x in shape) or len(shape) > _MAX_DIMS:
-            raise bad_request(f"shape of {name!r}", shape, f"at most {_MAX_DIMS} numbers >= 0")
+        if len(shape) > _MAX_DIMS or not all(0 <= x <= _MAX_SIZE for x in shape):
+            raise bad_request(f"shape of {name!r}", shape,
+                              f"at most {_MAX_DIMS} numbers in [0, {_MAX_SIZE}]")
         tensors[name], at = _tensor(name, datatype, shape, entry, (body, at))
     if at != len(body):
         raise bad_request("size of the message", len(body), f"{at} bytes, as its header specifies")
@@ -157,7 +158,7 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
     try:
         # A copy, since PyTorch requires aligned and writable memory.
         return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
-    except (ValueError, OverflowError):  # such as [10**30, 0], which has no elements
+    except ValueError:  # such as [2**61, 0], which has no elements
         raise bad_request(f"shape of {name!r}", shape, "sizes that an array can have") from None
 
 

@@ -187,6 +187,9 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
         assert all(v["passed"] for v in verdicts.values()), verdicts
         memory = pools["oper"].memory(1)
         assert memory["tables_pss_bytes_of_publisher"] > 0
+        assert memory["total_pss_bytes"] == sum(
+            sum(x) if isinstance(x, list) else x for k, x in memory.items() if k[:5] != "total")
+        assert "own_pss_bytes_of_publisher" in memory
         for pool in pools.values():
             pool.configure(1, 1, 6, "eager")
             assert pool.run(1, loadgen.Settings("Server", 50, 0.3, min_queries=8,
@@ -214,6 +217,19 @@ def test_torchrec_keeps_one_copy_of_its_rows() -> None:
         predictor.variant = variant
         np.testing.assert_allclose(predictor.predict(SMALL.query(0))[0],
                                    shipped.predict(SMALL.query(0))[0], atol=1e-6)
+
+
+def test_all_contenders_score_in_inference_mode() -> None:
+    """Its operators take less time than those under `torch.no_grad`."""
+    modes: list[bool] = []
+
+    def logits(dense: torch.Tensor, _: Any) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return dense[:, 0]
+
+    model: Any = logits
+    TorchPredictor(model, SMALL.signature, ("eager",)).predict(SMALL.query(0))
+    assert modes == [True]
 
 
 class _Answering:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import selectors
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import pytest
 from oper.errors import InvalidInputError
 from oper.serve import Client, ServeOptions, Server, metrics, tracing, wire
 from oper.serve.client import ServerError, _Connection
+from oper.serve.connection import Connection
 from oper.serve.signals import Signals
 from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, expected, random_request, value_of
@@ -139,6 +142,19 @@ def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -
     assert received == scores
 
 
+def test_a_body_is_asked_for_after_earlier_answers(server: Server) -> None:
+    head, body = message(2, "expect: 100-continue\r\nconnection: close\r\n").split(
+        b"\r\n\r\n", 1)
+    with connect(server) as connection:
+        connection.settimeout(READ_S / 2)
+        connection.sendall(message(1) + head + b"\r\n\r\n")
+        answers = connection.makefile("rb")
+        while not answers.readline().endswith(b"HTTP/1.1 100 Continue\r\n"):
+            pass
+        connection.sendall(body)
+        assert answers.read().startswith(b"\r\nHTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(("data", "begins"), [
     (message(1).replace(b"HTTP/1.1", b"HTTP/1.0", 1), b"HTTP/1.1 200 "),
     (message(1, "connection: close\r\n"), b"HTTP/1.1 200 "),
@@ -164,6 +180,21 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
     found = talk(server, data)
     assert found.startswith(begins), found
     assert b"connection: close\r\n" in found
+
+
+def test_many_requests_at_once_let_other_connections_have_their_turn() -> None:
+    """A worker answers a part of them before it looks at its other sockets."""
+    found: list[Any] = []
+    app: Any = SimpleNamespace(handle=found.append, options=ServeOptions())
+    with (socket.create_server(("127.0.0.1", 0)) as listener,
+          socket.create_connection(listener.getsockname()) as client,
+          selectors.DefaultSelector() as selector):
+        one = Connection(listener.accept()[0], app, selector, found.remove)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 5000)
+        assert selector.select(60)
+        one.on_ready(selectors.EVENT_READ)
+        assert 0 < len(found) < 1000 and not selector.get_map()  # waits until some are answered
+        one._socket.close()
 
 
 def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: Client) -> None:

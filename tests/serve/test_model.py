@@ -26,7 +26,7 @@ import torch
 from oper import cli
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint.follow import Change, Follower
-from oper.serve import BatchOptions, Client, Request, ServeOptions, Server
+from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, Signature
 from oper.serve.client import _Connection
 from oper.serve.model import PublishedModel, kjt_of, load_model
 from oper.serve.requests import join
@@ -97,6 +97,29 @@ def test_scores_of_a_worker_are_those_of_the_model(
         assert after == epoch + 1
         assert np.abs(scores - scores_of(other, request)).max() < tolerance
         assert source.memory_bytes()["tables"] > 0
+
+
+class InBfloat16(torch.nn.Module):
+    """A DLRM whose logits are bfloat16."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inner = build_trained(TABLES, 3, CONFIGURATION, device)
+
+    def forward(self, dense: torch.Tensor, kjt: Any) -> torch.Tensor:
+        return self.inner(dense, kjt).bfloat16()
+
+
+def test_logits_of_16_bits_are_scored() -> None:
+    signature = Signature("short", ("f0", "f1", "f2"), tuple(t.num_rows for t in TABLES), 3)
+    whole, request = InBfloat16("cpu"), request_of(0, 4)
+    model = PublishedModel(InBfloat16, whole, signature)
+    predictor: Any = model.opener()()
+    scores, _ = predictor.predict(request)
+    predictor.close()
+    model.close()
+    assert scores.dtype == np.float32
+    assert np.abs(scores - scores_of(whole.inner, request)).max() < 0.01
 
 
 @pytest.mark.parametrize("row_dtype", [None, "int8"])

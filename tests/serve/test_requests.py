@@ -186,6 +186,9 @@ def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: ob
     (b"{", "expected JSON"), (b"[1]", "expected a JSON object"),
     (b"{}", "inputs, a list of tensors"),
     (b'{"inputs": [{}]}', "name, datatype and shape"), (b'{"inputs": 3}', "a list of tensors"),
+    *((b'{"inputs": [{"name": "ids", "datatype": "INT64", "shape": [%s]%s}]}' % (
+        b"1%s, 1%s" % (b"0" * 4000, b"0" * 4000), data), "at most 8 numbers in")
+      for data in (b"", b', "data": [1]')),
     *((b'{"inputs": [{"name": "ids", "datatype": "INT64", "shape": %s, "data": [1]}]}' % shape,
        "name, datatype and shape") for shape in (b"[1.5]", b'"1"', b"[true]", b"1")),
     (b"[" * 100_000, "JSON"),

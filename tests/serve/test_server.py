@@ -120,7 +120,16 @@ def test_a_user_is_named_once(client: Client) -> None:
                           {"b": np.array([5]), "a": (np.array([1, 2, 3]), [3])})
     assert scores.tolist() == [1000 + 6 + 10 + 3 * 6, 2000 + 6 + 10, 6 + 10 + 3]
     with pytest.raises(InvalidInputError, match="shape of lengths"):
-        client.score(dense, {}, {"a": np.array([1, 2])} | {"b": (np.array([1, 2, 3]), [1, 1, 1])})
+        client.score(dense, {}, {"a": np.array([1]), "b": (np.array([1, 2, 3]), [1, 1, 1])})
+    assert client.score(dense[:0], {"c": np.zeros(0, np.int64)}, {"b": np.array([5])}).size == 0
+
+
+@pytest.mark.parametrize("given", [
+    {"a": np.array([1, 2, 3]), "b": np.array([1])},
+    {"a": (np.array([1, 2, 3]), [1, 1]), "b": (np.array([4]), [1, 1])}])
+def test_surplus_ids_of_a_feature_are_not_those_of_another(client: Client, given: Any) -> None:
+    with pytest.raises(InvalidInputError, match="number of ids of 'a'=3, expected 2"):
+        client.score(np.zeros((2, 2)), given)
 
 
 def test_requests_are_sent_immediately_and_their_workers_are_remembered(
@@ -156,7 +165,7 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
     empty = Request(np.zeros((0, 2), np.float32), np.zeros((3, 0), np.int32), np.zeros(0, np.int64))
     for batch in (request, empty):
         status, answer = labelled("mine", batch)
-        assert (status, answer["id"]) == (200, "mine")
+        assert (status, answer["id"], answer["parameters"]) == (200, "mine", {"epoch": 1})
     status, answer = labelled(None, request)
     assert status == 200 and "id" not in answer
     assert labelled(7, request)[0] == 400
@@ -401,6 +410,16 @@ def test_bad_arguments_of_clients_are_refused(name: str, value: Any) -> None:
 def test_a_model_without_publish_raises_an_error(server: Server) -> None:
     with pytest.raises(InvalidInputError, match="publish"):
         server.publish()
+
+
+def test_a_server_before_its_start_publishes_and_counts_nothing() -> None:
+    model: Any = Sums()
+    model.opener = model.close = lambda: None
+    model.prepare = lambda weights: pytest.fail("weights were published")
+    server = Server(model)
+    for use in (server.publish, lambda: server.counts):
+        with pytest.raises(InvalidInputError, match=r"state='not started', .*call start\(\)"):
+            use()
 
 
 def cpu_s(pid: int) -> float:

@@ -138,7 +138,7 @@ class TorchPredictor:
         if self.variant not in self._models:  # weights are shared
             self._models[self.variant] = _scripted(self._models[VARIANTS[0]])
         batch = batch.expanded()
-        with torch.no_grad():
+        with torch.inference_mode():  # as `oper.inference.ServedModel` does
             logits = self._models[self.variant](torch.from_numpy(batch.dense),
                                                 kjt_of(batch, self.signature.features))
             return torch.sigmoid(logits.reshape(-1)).numpy(), 1

@@ -105,15 +105,18 @@ class Pool:
 
     def memory(self, count: int) -> dict[str, Any]:
         """PSS (bytes) that loading the model adds to each of the first `count` workers; for OPER
-        also each process's share of the tables, including the publisher's."""
+        also what publishing adds to the publisher, and each process's share of the tables. What
+        these processes, of which OPER has one more, hold without a model is not included."""
         own = [w.process.ask("memory") for w in self._workers[:count]]
         found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
         if self._publisher is not None:
             pids = [w.process.pid for w in self._workers[:count]]
             found["tables_pss_bytes_per_worker"] = [pss_bytes(pid, TABLES) for pid in pids]
             found["tables_pss_bytes_of_publisher"] = pss_bytes(self._publisher.pid, TABLES)
+            found["own_pss_bytes_of_publisher"] = self._publisher.ask("memory")
             found["total_pss_bytes"] += (sum(found["tables_pss_bytes_per_worker"])
-                                         + found["tables_pss_bytes_of_publisher"])
+                                         + found["tables_pss_bytes_of_publisher"]
+                                         + found["own_pss_bytes_of_publisher"])
         return found
 
     def cpu_seconds(self) -> float:
@@ -193,12 +196,26 @@ def _publish(control: Any, served: ServeWork, name: str) -> None:
     """Publisher process: publish OPER's tables until the parent closes `control`."""
     import oper
 
+    before = _memory_without_model(served)
     publication = oper.publish(build(served, "cpu"), name, **publish_options(served.rows()))
-    give_back_memory()
+    added = _own_memory() - before
     control.send(True)
-    while obey(control, {"published": lambda: _published(publication)}):
+    while obey(control, {"published": lambda: _published(publication), "memory": lambda: added}):
         pass
     publication.close()
+
+
+def _memory_without_model(served: ServeWork) -> int:
+    """`_own_memory` of this process after it has imported what the model needs."""
+    build(served, "meta")
+    return _own_memory()
+
+
+def _own_memory() -> int:
+    """Memory (PSS, bytes) of this process without published tables, after freed memory has been
+    returned to the system."""
+    give_back_memory()
+    return unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES)
 
 
 def _published(publication: Any) -> dict[str, Any]:
@@ -219,12 +236,9 @@ def _work(control: Any, kind: str, served: ServeWork, name: str, batching: Batch
 
     torch.set_num_threads(1)
     library = [served.query(k) for k in range(served.num_queries)]
-    build(served, "meta")  # imports modules, whose memory is not the model's
-    give_back_memory()
-    before = unfiled_pss_bytes(os.getpid())
+    before = _memory_without_model(served)
     predictor = make_predictor(kind, served, name)
-    give_back_memory()
-    loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
+    loaded = _own_memory() - before
     warm_up(predictor, library[:8])
     batcher = Batcher(predictor, batching)
     # The HTTP messages to decode; empty = queries are used as they are in memory.
