@@ -163,11 +163,13 @@ def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
 
 
 def test_costs_are_measured_here() -> None:
-    """A single rank has no neighbours; two ranks on one node measure copies but use none."""
+    """A single rank has no neighbours. Of two ranks, one counts duplication, the condition of a
+    copy, only if reads of the other's rows took longer than those of its own."""
     assert rs.run_ranks(1, self_chosen)[0] == (PullCosts(), [])
     for costs, found in rs.run_ranks(2, self_chosen):
         assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
         assert costs != PullCosts()
+        assert bool(found) == (costs.extra_per_byte > 0)
         assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)
 
 
