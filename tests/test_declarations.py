@@ -10,7 +10,7 @@ from pathlib import Path
 import oper
 from tests.schedule import ALONE, NIGHTLY, RANDOM_PROBLEMS, SAMPLED
 from tests.support import ROOT
-from tests.test_imports import MODULES, parsed
+from tests.test_imports import MODULES, nodes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # The extras that a module's imports may come from, besides the core's dependencies: those of the
@@ -51,7 +51,7 @@ def third_party(text: str, optional: bool = False) -> set[str]:
     """
     calls = {"import_module", "__import__", "find_spec", *(["importorskip"] if optional else [])}
     names: set[str] = set()
-    for node in ast.walk(parsed(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

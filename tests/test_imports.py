@@ -74,7 +74,11 @@ MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
 
 
-parsed = functools.cache(ast.parse)
+@functools.cache
+def nodes(text: str) -> list[ast.AST]:
+    """Return all nodes of a program. Several rules read them, and walking takes most of the time of
+    each."""
+    return list(ast.walk(ast.parse(text)))
 
 
 def package_of(module: str) -> str:
@@ -97,9 +101,9 @@ def imported_from(module: str, node: ast.ImportFrom) -> str:
     return resolve_name("." * node.level + (node.module or ""), package)
 
 
-def imported(module: str, tree: ast.AST) -> Iterator[str]:
+def imported(module: str, source: str) -> Iterator[str]:
     """Yield the full names of all modules that `module` imports, anywhere in its text."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name != "oper")
         elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "oper":
@@ -122,7 +126,7 @@ def violations(module: str, source: str) -> list[str]:
     if package == "oper":  # the lazy face refers to everything for type checkers
         return []
     found = []
-    for name in imported(module, parsed(source)):
+    for name in imported(module, source):
         top = name.split(".")[0]
         if top == "oper":
             target = package_of(name)
@@ -181,8 +185,8 @@ def internal_imports(module: str, source: str) -> set[str]:
 
     The package's own lazy face is left out, since it refers to everything and is loaded before all.
     """
-    found = set(imported(module, parsed(source)))
-    for node in ast.walk(parsed(source)):
+    found = set(imported(module, source))
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom):
             base = imported_from(module, node)
             # `from package import module` imports the module; its package does not count.
@@ -237,7 +241,7 @@ def test_folders_stay_small() -> None:
 def test_signatures_stay_small() -> None:
     counts = {}
     for module, path in MODULES.items():
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.FunctionDef):
                 a = node.args
                 names = [x.arg for x in a.posonlyargs + a.args + a.kwonlyargs]

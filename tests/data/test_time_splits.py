@@ -95,7 +95,7 @@ def test_rows_are_in_order_of_time_throughout_each_part(tmp_path: Path, case: st
     options = {"valid": "0.2", "test": "0.1", "row_group_rows": 64}
     made(tmp_path, text, recipe, "whole", **options)
     monkeypatch.setattr(staging, "piece_rows", lambda *_: 150)
-    monkeypatch.setattr(writing, "piece_rows", lambda *_: 150, raising=False)
+    monkeypatch.setattr(writing, "piece_rows", lambda *_: 150)
     made(tmp_path, text, recipe, "pieces", unit_bytes=20_000, part_rows=400, **options)
     order = np.argsort(times, kind="stable")
     for name in ("whole", "pieces"):

@@ -29,7 +29,7 @@ from oper.integration.checkpoint.follow import Follower
 from oper.integration.checkpoint.saving import Restored
 from oper.train.trained import find_weights
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
-from tests.integration.module_support import collection, kjt
+from tests.integration.module_support import collection, kjt, shard
 from tests.runtime_support import assert_bitwise
 
 
@@ -271,7 +271,12 @@ def test_the_previous_checkpoint_keeps_its_deltas(chain: Path, tmp_path: Path) -
 def bag(num_rows: int, dim: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     table = nn.EmbeddingBag(num_rows, dim, mode="sum", dtype=dtype)
-    return oper.shard(table, optimizer=oper.RowWiseAdagrad(lr=0.1))
+    return shard(table, optimizer=oper.RowWiseAdagrad(lr=0.1))
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the present values of a model."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def touch(model: nn.Module, ids: np.ndarray) -> None:
@@ -279,7 +284,6 @@ def touch(model: nn.Module, ids: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore")
 def test_a_delta_of_one_percent_of_rows_is_small(dtype: torch.dtype, tmp_path: Path) -> None:
     num_rows = 100_000
     model = bag(num_rows, 32, dtype)
@@ -289,7 +293,7 @@ def test_a_delta_of_one_percent_of_rows_is_small(dtype: torch.dtype, tmp_path: P
             touch(model, np.random.default_rng(step).permutation(num_rows)[:num_rows // 400])
         saver.save(4)
         saver.flush()
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         full = sum(p.stat().st_size for p in (tmp_path / "c").iterdir())
         (delta,) = find(tmp_path / "c", tmp_path / "c")
         size = sum(p.stat().st_size for files in delta.files.values() for p in files)
@@ -303,7 +307,6 @@ def test_a_delta_of_one_percent_of_rows_is_small(dtype: torch.dtype, tmp_path: P
         assert_bitwise(dict(model.state_dict()), want, "loaded")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
     model = bag(1000, 4)
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
@@ -313,7 +316,7 @@ def test_written_rows_cause_a_full_checkpoint(tmp_path: Path) -> None:
         model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
         saver.save(3, {"step": 3})
         saver.flush()
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         found = saver.load()
         assert (found.num_deltas, found.step) == (0, 3)
         assert_bitwise(dict(model.state_dict()), want, "whole")
@@ -341,7 +344,6 @@ def test_dense_layers_that_are_divided_among_ranks_are_refused(tmp_path: Path) -
     run_ranks(_divided, 2, str(tmp_path / "c"))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_tables_that_a_model_has_in_another_order(tmp_path: Path) -> None:
     """Tables that were sharded one by one have the same name."""
     model, other = (nn.ModuleDict({name: bag(20, 4) for name in names}) for names in ("ab", "ba"))
@@ -355,7 +357,6 @@ def test_tables_that_a_model_has_in_another_order(tmp_path: Path) -> None:
         assert torch.equal(other[name].weight, model[name].weight), name
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_step_of_a_full_checkpoint_is_loaded(tmp_path: Path) -> None:
     model = bag(1000, 4)
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
@@ -369,7 +370,6 @@ def test_the_step_of_a_full_checkpoint_is_loaded(tmp_path: Path) -> None:
         assert saver.load().step == 8
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_mixed_with_the_next(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process loads what a training run saves, which replaces checkpoint and deltas."""
@@ -411,7 +411,6 @@ def test_a_delta_of_a_model_on_a_gpu_is_loaded_without_one(monkeypatch: pytest.M
     assert torch.equal(unpack_state(packed)["values"][0], torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_no_delta_continues_a_checkpoint_that_another_has_replaced(tmp_path: Path) -> None:
     """A load would ignore it, since it belongs to the checkpoint that has gone."""
     model = bag(1000, 4)
@@ -425,14 +424,13 @@ def test_no_delta_continues_a_checkpoint_that_another_has_replaced(tmp_path: Pat
         assert len(find(tmp_path / "c", tmp_path / "c")) == 2
         oper.save_checkpoint(tmp_path / "c", model)
         touch(model, np.arange(20))
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         saver.save(3, {"step": 3})
         found = saver.load()
         assert (found.num_deltas, found.step) == (0, 3)
         assert_bitwise(dict(model.state_dict()), want, "loaded")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_: Any) -> int:
@@ -461,12 +459,11 @@ def test_a_failed_delta_is_reported_and_a_full_checkpoint_recovers(
         touch(model, np.arange(5))
         saver.save(3)
         saver.flush()
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         assert saver.load().step == 3
         assert_bitwise(dict(model.state_dict()), want, "loaded")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_values_that_could_not_be_loaded_cost_no_delta(tmp_path: Path) -> None:
     """They are refused before marks are cleared, so the next delta has all changes."""
     model = bag(1000, 4)
@@ -477,13 +474,12 @@ def test_values_that_could_not_be_loaded_cost_no_delta(tmp_path: Path) -> None:
             saver.save(1, {"loss": np.float32(0.5)})
         saver.save(1, {"loss": 0.5})
         saver.flush()
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         found = saver.load()
         assert (found.num_deltas, found.step, found.extra) == (1, 1, {"loss": 0.5})
         assert_bitwise(dict(model.state_dict()), want, "loaded")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_training_continues_while_a_delta_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                      ) -> None:
     """A delta has the rows at the time of the call of `save`, even if the disk is slow."""
@@ -493,7 +489,7 @@ def test_training_continues_while_a_delta_is_written(tmp_path: Path, monkeypatch
     with DeltaCheckpoints(tmp_path / "c", model) as saver:
         saver.save_full(0)
         touch(model, np.arange(500))
-        want = {k: v.clone() for k, v in model.state_dict().items()}
+        want = values_of(model)
         saver.save(1)
         touch(model, np.arange(100, 900))
         assert not list(tmp_path.rglob("rank*")), "it was waited for"

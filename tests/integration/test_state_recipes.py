@@ -503,7 +503,8 @@ def test_keys_whose_rows_are_refused() -> None:
 
 
 def _load_different(rank: int, world_size: int) -> None:
-    """Every rank loads the state of an unsharded model that it has initialised on its own."""
+    """Every rank loads the state of an unsharded model that it has initialised on its own, and a
+    state with keys of its own."""
     model = shard(bag(), optimizer=oper.Adam(lr=LR))
     torch.manual_seed(rank)
     values, moments = torch.randn(10, 4), torch.randn(10, 4).abs()
@@ -517,13 +518,6 @@ def _load_different(rank: int, world_size: int) -> None:
     assert torch.equal(state["weight.momentum1"].full_tensor(), torch.randn(10, 4).abs())
     assert state["weight.step"] == 3
     model(IDS[None]).sum().backward()
-
-
-def test_of_states_that_differ_between_ranks_that_of_rank_0_is_loaded() -> None:
-    run_world(2, _load_different, env={"OPER_DEADLINE_S": "20"})
-
-
-def _load_different_keys(rank: int, world_size: int) -> None:
     model, states = shard(bag(), dynamic=oper.DynamicTable()), []
     for keys in ([5, 6, 7], [8, 9]):
         model(torch.tensor([keys])).sum().backward()
@@ -534,8 +528,8 @@ def _load_different_keys(rank: int, world_size: int) -> None:
         assert torch.equal(getattr(value, "full_tensor", value.clone)(), states[0][name])
 
 
-def test_of_keys_that_differ_between_ranks_those_of_rank_0_are_loaded() -> None:
-    run_world(2, _load_different_keys, env={"OPER_DEADLINE_S": "20"})
+def test_of_states_that_differ_between_ranks_that_of_rank_0_is_loaded() -> None:
+    run_world(2, _load_different, env={"OPER_DEADLINE_S": "20"})
 
 
 def _load_of_rank_0(rank: int, world_size: int, path: str, dynamic: bool) -> None:

@@ -1,6 +1,7 @@
 """TorchRec plans: export, import, OPER as TorchRec's planner, and plans of TorchRec's planner."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchrec.modules import embedding_configs as configs
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from oper.errors import InvalidInputError, PlanError
+from oper.integration import torchrec_plans
 from oper.integration.torchrec_plans import (
     ExportOptions,
     OperPlanner,
@@ -23,6 +25,7 @@ from oper.integration.torchrec_plans import (
 from oper.integration.torchrec_proposals import planner_topology, torchrec_proposals
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search import evaluate, make_plan, make_problem
+from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
@@ -275,6 +278,13 @@ def test_a_planning_error_reaches_all_ranks() -> None:
     assert run_world(2, _fail) == ["PlanInfeasibleError"] * 2
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in every space are made quickly: these tests are about their exports."""
+    monkeypatch.setattr(torchrec_plans, "plan_problem", partial(plan_problem, target_gap=0.5))
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_planner_uses_only_sharding_types_of_the_sharders() -> None:
     planner = OperPlanner(zipf_stats(), gpus(4), batch_size=64)
     assert isinstance(planner, ShardingPlanner)
@@ -290,6 +300,7 @@ def test_the_planner_uses_only_sharding_types_of_the_sharders() -> None:
         planner.plan(Model(), [])
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("constraints", [
     {"t2": {"ranks": [0, 1]}}, {"t2": {"ranks": [0, 1], "modes": ["push"]}},
     {"t2": {"tiers": [{"rows": [0, 5000], "place": "owned", "ranks": [2]}]}},
@@ -301,6 +312,7 @@ def test_exports_of_the_planner_keep_constraints(constraints: Any) -> None:
     assert set(out.plan["bags"]["t2"].ranks) <= {*allowed}
 
 
+@pytest.mark.usefixtures("quick")
 def test_exports_that_break_constraints_are_refused() -> None:
     """Two ranks must share the largest table, but TorchRec's row-wise sharding uses all four."""
     class Sharder(EmbeddingBagCollectionSharder):

@@ -12,9 +12,7 @@ from oper.plan import Piece, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.load_vector import owned_features
-from oper.search.cost.model import evaluate
 from oper.search.cost.space import PUSH, table_load_vector
-from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import ROWS, Problem, make_problem
@@ -137,9 +135,6 @@ def test_modelled_step_equals_evaluation() -> None:
     # Some stripes have weights; their hottest rows go to owners in the order of the pattern.
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
     assert _placed_us(annealed, many) == pytest.approx(many.step_us, rel=0.01)
-    plan = plan_problem(stated, seed=5, target_gap=0.15)
-    step = evaluate(plan, stated).step_us
-    assert step <= many.step_us * 1.03
 
 
 def test_short_searches_come_close_to_the_relaxed_solution() -> None:

@@ -10,6 +10,7 @@ from oper.bench.plan import workloads as plan_workloads
 from oper.search import evaluate, make_problem
 from oper.search.certificate.check import verify_plan
 from oper.search.explain.summary import replica_share
+from oper.search.peers import markov
 from oper.search.peers.baselines import peers, score_peers
 from oper.search.peers.markov import markov_chain
 from oper.search.peers.programs import coverage_milp, extraction_lp
@@ -239,11 +240,12 @@ def test_a_longer_chain_is_never_worse_and_equal_seeds_are_equal():
     assert markov_chain(stated, 6, 200).to_text() != markov_chain(stated, 5, 200).to_text()
 
 
-def test_the_chain_takes_worse_configurations_on_its_way():
-    """Two equal heavy tables on two ranks: leaving one rank means passing through a worse plan."""
+def test_the_chain_comes_close_and_takes_worse_configurations_on_its_way(monkeypatch):
     stated = problem(6, 1, gpus(3), allow={"owned", "pull"})
-    best = min(markov_chain(stated, s, 1000).step_us for s in range(2))
-    assert best <= plan_problem(stated).step_us * 1.02
+    plan = markov_chain(stated, 0, 500)
+    assert plan.step_us <= plan_problem(stated).step_us * 1.02
+    monkeypatch.setattr(markov, "_BETA", np.inf)  # accepts no increase
+    assert markov_chain(stated, 0, 500).to_text() != plan.to_text()
 
 
 def test_the_markov_chain_keeps_constraints_and_may_find_nothing():

@@ -343,6 +343,7 @@ def test_statistics_store_user_features(tmp_path: Path) -> None:
         replace(stats, samples_per_bag={"user": 0.5})
 
 
+@pytest.mark.usefixtures("short_queues")
 def test_the_command_plans_with_user_features(printed: Callable[..., str], tmp_path: Path) -> None:
     stats, plan, tables = (tmp_path / n for n in ("s.npz", "p.json", "tables.json"))
     user_table(1)[1].save(stats)

@@ -51,17 +51,17 @@ def duplication(tables: ShardedTables) -> list[Duplication]:
 # ---- rows of neighbours, read once per batch -----------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size, weighted", [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("world_size, weighted", [(2, False), (2, True), (4, True)])
 def test_the_same_bits(world_size: int, weighted: bool) -> None:
     case = replace(rs.dlrm_case("rowwise_adagrad"), weighted=weighted,
                    id_dtype=torch.int32 if weighted else torch.int64)
     steps = rs.make_steps(case, world_size, 3)
     chosen = rs.OPTIMIZERS["rowwise_adagrad"]
-    for name, plan in all_plans(case, world_size).items():
+    for k, plan in enumerate(all_plans(case, world_size)):
         direct = rs.train_virtual(case, plan, steps, chosen)
         once = rs.train_virtual(case, plan, steps, chosen, between=lambda tables, step: (
             choose_pull(tables, True) if step == 0 else None))
-        rs.same_bits(once, direct, name)
+        rs.same_bits(once, direct, f"plan {k}")
 
 
 def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
@@ -93,7 +93,7 @@ def test_unpooled_16_bit_rows_and_resolved_batches(pooled: bool) -> None:
 def test_reads_are_counted_as_replayed() -> None:
     case = rs.dlrm_case("sgd")
     steps = rs.make_steps(case, 2, 3)
-    for plan in all_plans(case, 2).values():
+    for plan in all_plans(case, 2):
         found = rs.run_ranks(2, lambda g, plan=plan: executed(
             case, plan, steps, rs.OPTIMIZERS["sgd"], g, prepare=lambda t: choose_pull(t, True)))
         assert_equal(case, plan, steps, found, deduplicates=True)
@@ -144,7 +144,7 @@ def test_an_invalid_id_and_another_plan() -> None:
         found = duplication(tables)
         return found
 
-    assert all(d.is_deduplicated for d in rs.run_ranks(2, body)[0])
+    assert {d.is_deduplicated for d in rs.run_ranks(2, body)[0]} == {True}
 
 
 def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
@@ -163,11 +163,13 @@ def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
 
 
 def test_costs_are_measured_here() -> None:
-    """A single rank has no neighbours; two ranks on one node measure copies but use none."""
+    """A single rank has no neighbours. Of two ranks, one counts duplication, the condition of a
+    copy, only if reads of the other's rows took longer than those of its own."""
     assert rs.run_ranks(1, self_chosen)[0] == (PullCosts(), [])
     for costs, found in rs.run_ranks(2, self_chosen):
         assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
         assert costs != PullCosts()
+        assert bool(found) == (costs.extra_per_byte > 0)
         assert not any(d.is_deduplicated for d in found if d.num_ids == d.num_rows)
 
 
@@ -287,6 +289,7 @@ def test_batches_resolved_for_other_ids_are_not_used() -> None:
     case = rs.dlrm_case(weighted=True)
     tables = rs.open_tables(case, rp.mixed_plan(case.tables, 1, 5), SingleGroup(), None)
     resolved = tables.resolve(rs.make_batch(case, 2, 50).lookup(case))
+    assert resolved.resolved is not None
     other = rs.make_batch(case, 3, 50).lookup(case)
     assert torch.equal(tables.lookup(replace(other, resolved=resolved.resolved)),
                        tables.lookup(other))

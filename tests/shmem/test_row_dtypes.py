@@ -1,5 +1,6 @@
 """Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding independent of plans."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -94,13 +95,19 @@ def test_rounding_is_to_a_neighbour_and_unbiased(dtype: str, value: float) -> No
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
+@functools.cache
+def first_bits(name: str, num_rows: int, dim: int) -> np.ndarray:
+    """The random bits of a table's first step."""
+    return rounding_bits(rounding_key(SEED, name), 1, np.arange(num_rows), dim)
+
+
 def rounded_step(case: rs.Case, wide: dict, dtype: str) -> dict[str, torch.Tensor]:
     """The rows expected after a first step whose fp32 result is `wide`."""
     found = {}
     for t in case.tables:
-        draws = rounding_bits(rounding_key(SEED, t.name), 1, np.arange(t.num_rows), t.dim)
+        bits = first_bits(t.name, t.num_rows, t.dim)
         found[t.name] = torch.from_numpy(
-            round_stochastically(wide[t.name].numpy(), draws, dtype)).to(NARROW[dtype])
+            round_stochastically(wide[t.name].numpy(), bits, dtype)).to(NARROW[dtype])
     return found
 
 

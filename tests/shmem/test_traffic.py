@@ -68,12 +68,12 @@ def assert_equal(case: rs.Case, plan: Plan, steps: list[list[rs.Batch]], found: 
         assert np.array_equal(mine.num_bytes, theirs.num_bytes)
 
 
-def all_plans(case: rs.Case, world_size: int) -> dict[str, Plan]:
-    plans = rp.plans_for(case.tables, world_size)
-    for seed in (1, 2):
-        plans[f"push{seed}"] = rp.rich_plan(case.tables, world_size, seed, columns=False)
-        plans[f"push, columns{seed}"] = rp.rich_plan(case.tables, world_size, seed, columns=True)
-    return plans
+def all_plans(case: rs.Case, world_size: int) -> list[Plan]:
+    """Plans with tiers of all kinds, with and without column pieces."""
+    return [uniform_plan(case.tables, world_size, "replicated"),
+            *(rp.mixed_plan(case.tables, world_size, seed) for seed in (0, 1)),
+            rp.rich_plan(case.tables, world_size, 1, columns=False),
+            *(rp.rich_plan(case.tables, world_size, seed, columns=True) for seed in (1, 2))]
 
 
 @pytest.mark.parametrize("world_size, optimizer", [
@@ -81,7 +81,7 @@ def all_plans(case: rs.Case, world_size: int) -> dict[str, Plan]:
 def test_replayed_traffic_is_the_executed_traffic(world_size: int, optimizer: str) -> None:
     case = rs.dlrm_case(optimizer)
     steps = rs.make_steps(case, world_size, 4)
-    for plan in all_plans(case, world_size).values():
+    for plan in all_plans(case, world_size):
         found = rs.run_ranks(world_size, lambda g, plan=plan: executed(
             case, plan, steps, rs.OPTIMIZERS[optimizer], g))
         assert_equal(case, plan, steps, found)
@@ -176,7 +176,7 @@ def check(case: rs.Case, plan: Plan, domains: tuple[int, ...], optimizer: Any, *
 def test_sent_bytes_equal_the_replay(optimizer: str, domains: tuple[int, ...]) -> None:
     case = replace(rs.dlrm_case(optimizer), weighted=optimizer == "sgd")
     owned = pushed(uniform_plan(case.tables, len(domains), "owned"))
-    for plan in (owned, *all_plans(case, len(domains)).values()):
+    for plan in (owned, *all_plans(case, len(domains))):
         check(case, plan, domains, rs.OPTIMIZERS[optimizer])
 
 
@@ -226,7 +226,7 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
         found = out[0].clone(), tables.sent_bytes(), tables.traffic().counts
         return found
 
-    for plan in all_plans(case, len(domains)).values():
+    for plan in all_plans(case, len(domains)):
         read, trained = (rs.run_ranks(len(domains), lambda g, o=o: body(g, o), domains=domains)
                          for o in (None, rs.OPTIMIZERS["sgd"]))
         direct = rs.run_ranks(len(domains), lambda g: body(g, None))
