@@ -69,10 +69,7 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
 def rates_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the learning rates of parameter groups; NaN for those that are missing or no number.
     """
-    try:
-        return [*map(float, map(_RATE, groups))]  # the usual case
-    except _NO_NUMBER:
-        return [*map(_rate, groups)]
+    return [*map(_rate, groups)]
 
 
 def _rate(group: Mapping[str, Any]) -> float:
@@ -160,7 +157,10 @@ class KernelArguments:
         """
         if not all(map(_SETTINGS.isdisjoint, groups)):
             _check_settings(groups, self._optimizers)
-        rates = rates_of(groups)
+        try:  # without calls, which cost time in every step
+            rates = [*map(float, map(_RATE, groups))]
+        except _NO_NUMBER:
+            rates = rates_of(groups)
         try:
             named = [*map(tuple, map(_TABLES, groups))]
         except (TypeError, LookupError):
