@@ -289,6 +289,9 @@ def test_a_dead_worker_is_replaced_and_clients_retry(
     first = server.worker_pids[0]
     with scoring(client) as done:
         wait_for(lambda: sum(done) > 50)
+        os.kill(first, signal.SIGSTOP)  # it is killed while it has requests
+        at = sum(done)
+        wait_for(lambda: sum(done) > at + 50)
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: server.counts["worker_restarts"] == 1)
         at = sum(done)
