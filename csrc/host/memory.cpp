@@ -202,8 +202,8 @@ void* pool_take(size_t bytes) {
     const std::lock_guard<ForkMutex> lock(all.mutex);
     auto& blocks = all.free_blocks[size];
     all.used_bytes += size;
-    all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
     if (!blocks.empty()) {
+      all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
       void* data = blocks.back();
       blocks.pop_back();
       all.free_bytes -= size;
@@ -217,11 +217,12 @@ void* pool_take(size_t bytes) {
   for (const auto& [each, blocks] : surplus)
     for (void* data : blocks) munmap(data, each);
   void* data = map_block(size);
+  const std::lock_guard<ForkMutex> lock(all.mutex);
   if (data == nullptr) {
-    const std::lock_guard<ForkMutex> lock(all.mutex);
     all.used_bytes -= size;
     throw std::bad_alloc();
   }
+  all.most_used_bytes = std::max(all.most_used_bytes, all.used_bytes);
   return data;
 }
 

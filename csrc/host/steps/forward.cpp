@@ -87,7 +87,9 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
   if (!pushes && context.exchange && context.exchange->setup.gathers)
     context.exchange->gather(found, kRows, collective);
   std::unique_lock<std::mutex> copies;
-  if (context.peer_rows->is_on()) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
+  // Not if bounds are computed while pooling, which was decided before another thread chose to copy.
+  if (!batch.lengths && context.peer_rows->is_on())
+    copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
   if (copies.owns_lock()) {
     const Status status = context.peer_rows->stage(context, found, collective);
     // With pushed tiers, the lookup finds the same error again and tells the peers of it.

@@ -64,9 +64,9 @@ class TableConstraint:
     unreplicated: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for f in fields(self):  # lists are accepted, too
+        for f in fields(self):  # lists and tuples of names are accepted, too
             value = getattr(self, f.name)
-            if isinstance(value, list | set):
+            if isinstance(value, list | set | tuple):
                 of_names = f.name in ("placements", "modes", "memories")
                 object.__setattr__(self, f.name, (frozenset if of_names else tuple)(value))
 
