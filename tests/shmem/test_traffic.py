@@ -315,6 +315,13 @@ def test_ids_are_sent_again_only_if_they_differ() -> None:
 # ---- times of phases -----------------------------------------------------------------------------
 
 
+def assert_not_updated(found: Traffic, name: str) -> None:
+    """Check that no rows of the table `name` were updated or refreshed, but rows of others."""
+    for kind in ("updated_rows", "refreshed_rows"):
+        of = dict(zip(found.tables, found.counts[KIND[kind]].sum(axis=1), strict=True))
+        assert of.pop(name) == 0 and any(of.values()), kind
+
+
 def test_rows_of_frozen_tables_neither_change_nor_are_refreshed() -> None:
     case = rs.dlrm_case("sgd")
     plan, steps = uniform_plan(case.tables, 2, "replicated"), rs.make_steps(case, 2, 1)
@@ -333,9 +340,7 @@ def test_rows_of_frozen_tables_neither_change_nor_are_refreshed() -> None:
     for found, names in rs.run_ranks(2, lambda g: executed(
             case, plan, steps, rs.OPTIMIZERS["sgd"], g, read, freeze)):
         assert names and name not in names
-        for kind in ("updated_rows", "refreshed_rows"):
-            of = dict(zip(found.tables, found.counts[KIND[kind]].sum(axis=1), strict=True))
-            assert of.pop(name) == 0 and any(of.values()), kind
+        assert_not_updated(found, name)
 
 
 def test_every_batch_is_counted() -> None:

@@ -329,8 +329,9 @@ def _check_squares(what: str, key: str, value: Any) -> None:
     entry `key`, on this rank, are negative. ``momentum1`` may have the momenta of LarsSGD, of which
     an update would take the square root."""
     here = value.to_local() if is_divided(value) else value
-    if isinstance(here, torch.Tensor) and bool((here < 0).any()):  # also if others are NaN
-        raise InvalidInputError(what, f"least number of {key!r}", float(here[here < 0].min()),
+    negative = here[here < 0] if isinstance(here, torch.Tensor) else torch.empty(0)
+    if negative.numel():
+        raise InvalidInputError(what, f"least number of {key!r}", float(negative.min()),
                                 ">= 0, since these are sums or averages of squares",
                                 "pass the state of a table that has this optimizer")
 

@@ -17,7 +17,7 @@ from oper.search.problem.statement import Problem
 from oper.search.relaxation.rows import LEAST_CAPACITY
 from oper.tables import format_bytes
 
-_TODO = "make one of the changes in this message"
+_REMEDY = "make one of the changes in this message"
 _MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
 
 
@@ -129,7 +129,7 @@ def _error(problem: Problem, need: np.ndarray, more: tuple[float, str], change: 
             f"smallest sufficient change: {change}")
     error = PlanInfeasibleError(what, "need_bytes", int(need.sum()),
                                 f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
-                                "and each domain within its own", _TODO)
+                                "and each domain within its own", _REMEDY)
     error.more_memory = more
     return error
 

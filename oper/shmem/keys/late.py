@@ -11,7 +11,7 @@ import torch
 from oper.errors import InvalidInputError
 from oper.shmem.batch import SeenKeys
 
-_TODO = ("call backward() for all lookups before the next update, at once or within oper.no_sync")
+_REMEDY = ("call backward() for all lookups before the next update, at once or within oper.no_sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +92,4 @@ class RowHistory:
             raise InvalidInputError(f"cannot update dynamic table {names[number]!r}", what,
                                     lost[at].unique()[:4].tolist(),
                                     "none, since gradients must go to the rows that were looked up",
-                                    _TODO)
+                                    _REMEDY)

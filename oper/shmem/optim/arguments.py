@@ -66,13 +66,8 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
     return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
-def rates_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the learning rates of parameter groups; NaN for those that are missing or no number.
-    """
-    return [*map(_rate, groups)]
-
-
-def _rate(group: Mapping[str, Any]) -> float:
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; NaN if it is missing or not a number."""
     try:
         return float(group["lr"])
     except _NO_NUMBER:
@@ -160,7 +155,7 @@ class KernelArguments:
         try:  # without calls, which cost time in every step
             rates = [*map(float, map(_RATE, groups))]
         except _NO_NUMBER:
-            rates = rates_of(groups)
+            rates = [*map(rate_of, groups)]
         try:
             named = [*map(tuple, map(_TABLES, groups))]
         except (TypeError, LookupError):

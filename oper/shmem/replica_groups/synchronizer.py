@@ -34,7 +34,7 @@ from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError
 from oper.messages import number_bytes
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
-from oper.shmem.optim.arguments import rates_of
+from oper.shmem.optim.arguments import rate_of
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
 from oper.shmem.replica_groups.changes import SynchronizedRows
@@ -492,7 +492,8 @@ class Synchronizer:
                 differ between the counterparts.
         """
         tables = self.tables
-        settings = repr((sorted(tables.frozen), self._accumulates, rates_of(tables.param_groups)))
+        settings = repr((sorted(tables.frozen), self._accumulates,
+                         [*map(rate_of, tables.param_groups)]))
         skipped = repr(sorted(tables._skipped.items()))
         checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
         if self._has_differed:
